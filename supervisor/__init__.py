@@ -1,0 +1,48 @@
+"""The supervisor: it owns a run of days or weeks, and everything on disk that the run consists of.
+
+The map. A module imports only from its own layer and those before it; `trainer`
+may import contract, config, curriculum and link, and nothing of `trainer` is imported here.
+
+    0  contract.py             the words and shapes that cross a process boundary
+    0  events.py               what the machine hears, speaks and remembers
+
+    1  projection.py           preferences to shares, shares to picks; arithmetic
+    1  curriculum.py           which arm the next step trains on
+    1  replay.py               what an attempt adds to the history, and what it only proves
+    1  machine.py              the lifecycle: decide(state, event), apply(record); no clock, no file
+
+    2  schema.py               the settings: tables, keys, rules between values
+    2  changes.py              what a run that exists says to other settings
+    2  config.py               the settings: reading, checking, writing; the door to this layer
+
+    3  durable.py              bytes that survive a kill, a power loss, a full disk
+    3  rows.py                 where the rows of a ledger begin and end
+    3  ledger.py               the history: append-only, repaired on opening
+    3  journal.py              rare facts, one checksummed line each
+    3  rundir.py               the run directory: where things are, who owns it
+    3  recorder.py             receipts into the ledger and the sidecars
+    3  readback.py             one checkpoint, proven from the device
+    3  checkpoints.py          find, select, set aside, retain
+
+    4  worker.py               the one thread that waits for the disk
+    4  checkpoint_requests.py  what the helper process does with one request
+    4  verifier.py             the helper process that reads and removes checkpoints
+    4  child.py                one child process and what can be proven about it
+    4  wire.py                 the two sockets of a supervisor
+    4  link.py                 the trainer's side: receipts, requests, the exit record
+    4  log.py                  the supervisor's own log
+    4  status.py               the status: composed by its supervisor, judged by its readers
+
+    5  progress.py             what a person sees of a run in the foreground
+    5  daemon.py               the one loop: wait, gather events, decide, make durable, act
+    5  client.py               one operator request and its reply
+
+    6  doctor.py               what on this machine would get in the way of a run
+    6  cli.py                  the commands
+    6  __main__.py             the entry point; loads what the command needs and no more
+
+Reading order: contract, events, machine, daemon for how a run is kept alive; durable, ledger,
+recorder for how a step is recorded; readback, checkpoints for what a resume may trust.
+"""
+
+__version__ = "0.1.0"

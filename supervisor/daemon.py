@@ -1,0 +1,504 @@
+"""The one loop: wait, gather events, decide, make durable, act.
+
+What may live here: the shell around `machine.decide`. It is the only reader of the clock and the
+only place where events meet effects; every decision is the machine's.
+
+Invariants:
+- One thread owns the state. It never syncs, hashes, unlinks or reads a checkpoint: the worker
+  thread syncs, the helper process verifies and deletes, and both answer with events.
+- Durable before visible: an effect that follows an Append in the same decision waits until that
+  record is on the disk. Order of durability: ledger, journal, sidecars, then everything else.
+- Signal handlers only count and wake.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import signal
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import orjson
+import zmq
+
+from supervisor import __version__, contract, machine
+from supervisor import events as ev
+from supervisor.attendant import LOOK_INTERVAL_SECONDS, Attendant
+from supervisor.checkpoints import find
+from supervisor.commit import Commit
+from supervisor.contract import Json
+from supervisor.durable import replace_file
+from supervisor.housekeeping import Housekeeper
+from supervisor.journal import Journal
+from supervisor.ledger import Ledger
+from supervisor.log import Log
+from supervisor.progress import Reporter, describe
+from supervisor.recorder import Recorder
+from supervisor.rundir import RunDirectory
+from supervisor.signals import Signals
+from supervisor.state import Rules, State, apply, fold
+from supervisor.status import compose
+from supervisor.wire import FromOperator, FromTrainer, Wire
+from supervisor.worker import Worker
+
+RECEIPT_INTERVAL_SECONDS: Final = 0.25
+STATUS_INTERVAL_SECONDS: Final = 1.0
+RETRY_SECONDS: Final = 1.0
+SETTLE_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the daemon needs of the settings, already checked."""
+
+    rules: Rules
+    run_id: str
+    lineage: tuple[tuple[str, int], ...]
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    keep_last: int
+    keep_every: int
+    samples_keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """How this life begins: records to journal first, and what the operator wants."""
+
+    records: tuple[ev.Record, ...]
+    wish: str | None
+    request: str
+    from_scratch: bool
+
+
+class Daemon:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        options: Options,
+        signals: Signals,
+        reporter: Reporter,
+    ) -> None:
+        self.directory = directory
+        self.options = options
+        self.signals = signals
+        self.reporter = reporter
+        self.log = Log(directory.supervisor_log)
+        self.attendant = Attendant(directory, self.log)
+        self.state = State()
+        self._directory_fd = os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._inbox: deque[ev.Event] = deque()
+        self._held: deque[tuple[int, ev.Effect]] = deque()
+        self._records: list[tuple[ev.Record, float]] = []
+        self._batch = 1  # the commit that is being filled; everything below is durable
+        self._commit: Commit | None = None
+        self._retry_at: float | None = None
+        self._trouble = ""
+        self._merging = False
+        self._interrupts = 0
+        self._usr1s = 0
+        self._next_status = 0.0
+        self._exit: ev.Exit | None = None
+        self._pidfd: int | None = None
+
+    # --- life ---
+
+    def run(self, begin: Begin) -> int:
+        """Supervises until the run ends or this life is told to; returns the exit code."""
+        try:
+            self._open(begin)
+            while self._exit is None:
+                self._wait()
+                self._gather()
+                self._work_off()
+            self._settle()
+            self._write_status(durable=True)
+            return self._exit.code
+        finally:
+            self._close()
+
+    def _settle(self) -> None:
+        """After the last decision: what is under way still gets its moment."""
+        limit = time.monotonic() + SETTLE_SECONDS
+        while time.monotonic() < limit and (
+            self.housekeeper.busy or self._inbox or self._records or self._unsettled()
+        ):
+            self._wait()
+            self._gather()
+            self._work_off()
+        if self.state.durable.open is None and not self._unsettled():
+            self.recorder.forget_before(self.state.durable.attempt + 1)
+
+    def _open(self, begin: Begin) -> None:
+        self.journal, lines = Journal.open(self.directory.journal)
+        self.ledger = Ledger.open(self.directory.ledger)
+        self.worker = Worker()
+        self.wire = Wire(self._directory_fd)
+        self.recorder = Recorder(self.directory, self.ledger, self.options.samples_keep)
+        self.housekeeper = Housekeeper(
+            self.directory.path,
+            self.options.run_id,
+            self.options.lineage,
+            emit=self._inbox.append,
+            alarm=self._alarm,
+            seen=self.recorder.remember_bandit,
+        )
+        self.poller = zmq.Poller()
+        for source in (self.wire.trainer, self.wire.operator):
+            self.poller.register(source, zmq.POLLIN)
+        for fd in (self.signals.fileno(), self.worker.fileno(), self.housekeeper.fileno()):
+            self.poller.register(fd, zmq.POLLIN)
+        records = [ev.record_from_json(line) for line in lines]
+        durable = fold(record for record in records if record is not None)
+        self.state = State(durable=durable)
+        self.recorder.evaluated_step = durable.evaluated_step
+        life = os.urandom(8).hex()
+        self._remember(ev.SupervisorStarted(life, os.getpid(), platform.node(), __version__))
+        for file in (self.journal, self.ledger):
+            if file.repaired is not None:
+                self._remember(
+                    ev.FileRepaired(
+                        Path(file.repaired.path).name,
+                        file.repaired.dropped_bytes,
+                        orjson.dumps(file.repaired.to_json()).decode(),
+                    )
+                )
+        for record in begin.records:
+            self._remember(record)
+        opened = self.state.durable.open
+        self.log.write(f"supervisor {__version__} owns {self.directory.path}")
+        self._feed(
+            ev.Opened(
+                time.monotonic(),
+                life,
+                self.attendant.holders(opened.nonce if opened is not None else ""),
+                begin.wish,
+                begin.request,
+                begin.from_scratch,
+            )
+        )
+        self._work_off()
+
+    def _remember(self, record: ev.Record) -> None:
+        """A record of the shell's own, through the same apply as the machine's."""
+        durable = apply(self.state.durable, record)
+        self.state = replace(self.state, durable=durable)
+        self._records.append((record, time.time()))
+        self._tell(record)
+
+    def _close(self) -> None:
+        for name in ("worker", "housekeeper", "wire", "recorder", "ledger", "journal"):
+            part = getattr(self, name, None)
+            if part is not None:
+                part.close()
+        self.attendant.close()
+        self.log.write("this life ends: " + (self._exit.why if self._exit else "by an error"))
+        self.log.close()
+        os.close(self._directory_fd)
+
+    # --- waiting and gathering ---
+
+    def _wait(self) -> None:
+        pidfd = self.attendant.fileno()
+        if pidfd != self._pidfd:
+            if self._pidfd is not None:
+                self.poller.unregister(self._pidfd)
+            if pidfd is not None:
+                self.poller.register(pidfd, zmq.POLLIN)
+            self._pidfd = pidfd
+        now = time.monotonic()
+        moments = [self._next_status]
+        if self.state.deadline is not None:
+            moments.append(self.state.deadline)
+        if self._retry_at is not None:
+            moments.append(self._retry_at)
+        if self.attendant.alive:
+            moments.append(now + RECEIPT_INTERVAL_SECONDS)
+        if self.attendant.reaping:
+            moments.append(now + LOOK_INTERVAL_SECONDS)
+        reading = self._merging or self.attendant.reaping
+        if self._inbox or (reading and self._commit is None and not self.recorder.at_end()):
+            moments.append(now)
+        self.poller.poll(max(0, math.ceil((min(moments) - now) * 1000)))
+
+    def _gather(self) -> None:
+        self.signals.drain()
+        self._gather_signals()
+        now = time.monotonic()
+        for outcome in self.worker.outcomes():
+            self._committed(outcome.ticket, outcome.error)
+        self.housekeeper.receive()
+        messages = self.wire.receive()
+        self._pump()
+        for message in messages:
+            match message:
+                case FromTrainer(verb, content):
+                    self._inbox.append(ev.Heard(now, verb, content))
+                case FromOperator("status", content):
+                    self.wire.reply(content["id"], "done", "", self.status())
+                case FromOperator(verb, content):
+                    self._inbox.append(ev.Asked(now, content["id"], verb, content.get("at", "now")))
+        if self.attendant.died():
+            self._inbox.append(ev.Died(now))
+        if self.attendant.reaping:
+            self._complete_death(now)
+        self._inbox.append(ev.Ticked(now))
+        if now >= self._next_status:
+            self._next_status = now + STATUS_INTERVAL_SECONDS
+            self._notice(now)
+            self._write_status()
+
+    def _gather_signals(self) -> None:
+        now = time.monotonic()
+        if self.signals.take(signal.SIGTERM):
+            self._inbox.append(ev.Asked(now, "signal-term", "stop", operator=False))
+        for _ in range(self.signals.take(signal.SIGINT)):
+            self._interrupts += 1
+            verb = {1: "stop", 2: "hasten"}.get(self._interrupts, "kill")
+            self.reporter.say(_INTERRUPT_WORDS[verb])
+            self._inbox.append(
+                ev.Asked(now, f"signal-int-{self._interrupts}", verb, operator=False)
+            )
+        if self.signals.take(signal.SIGUSR1):
+            self._usr1s += 1
+            self._inbox.append(
+                ev.Asked(now, f"signal-usr1-{self._usr1s}", "checkpoint", operator=False)
+            )
+        if self.signals.take(signal.SIGHUP):
+            self.log.reopen()
+
+    def _notice(self, now: float) -> None:
+        """Checkpoints that no message announced: signal-only trainers, a link that was away."""
+        if self.state.phase not in ("running", "stopping"):
+            return
+        for found in find(self.directory.checkpoints):
+            known = found.step in self.state.durable.on_disk or found.step in self.state.verifying
+            if found.manifest is not None and not known:
+                self._inbox.append(ev.Noticed(now, found.step))
+
+    # --- recording ---
+
+    def _pump(self) -> None:
+        """Takes in receipts. What the recorder found goes to the journal with the next commit."""
+        problem = self.recorder.pump()
+        for record in self.recorder.take_records():
+            self._remember(record)
+        if problem:
+            if self.attendant.alive:
+                self._inbox.append(ev.Broken(time.monotonic(), problem))
+            else:
+                self._remember(ev.Alarmed("receipts_refused", problem))
+        self._alarm("ledger", self.recorder.trouble)
+
+    def _alarm(self, name: str, detail: str) -> None:
+        raised = dict(self.state.durable.alarms).get(name, "")
+        if detail and detail != raised:
+            self._remember(ev.Alarmed(name, detail))
+            self.log.write(f"alarm {name}: {detail}")
+        elif raised and not detail:
+            self._remember(ev.AlarmCleared(name))
+
+    def _start_commit(self) -> None:
+        recorded = self.recorder.take_unsynced()
+        files = self.recorder.take_files()
+        if self._commit is not None or not (self._records or files or recorded):
+            if recorded or files:
+                self.recorder.give_back(recorded, files)
+            return
+        self._commit = Commit(
+            self._batch, self.ledger, self.journal, self._records, files, recorded
+        )
+        self._records = []
+        self._batch += 1
+        self._ticket = self.worker.submit(self._commit)
+
+    def _committed(self, ticket: int, error: OSError | None) -> None:
+        commit = self._commit
+        if commit is None or ticket != self._ticket:
+            return
+        if error is not None:
+            # Nothing is lost: receipts hold the steps and the commit its records. It is tried
+            # again until the disk takes it; meanwhile no effect that depends on it happens.
+            self._trouble = f"history is not durable: {error}"
+            self.log.write(self._trouble)
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            return
+        self._trouble = ""
+        self._commit = None
+        if commit.recorded is not None:
+            step, verified = commit.recorded
+            self._inbox.append(ev.Recorded(time.monotonic(), step, verified))
+        self._release()
+
+    def _release(self) -> None:
+        """Performs the effects whose records are durable, in order."""
+        done = self._commit.number if self._commit is not None else self._batch
+        while self._held and self._held[0][0] < done and self._exit is None:
+            self._perform(self._held.popleft()[1])
+
+    def _work_off(self) -> None:
+        now = time.monotonic()
+        if self._retry_at is not None and now >= self._retry_at and self._commit is not None:
+            self._retry_at = None
+            self._ticket = self.worker.submit(self._commit)
+        while self._inbox and self._exit is None:
+            self._feed(self._inbox.popleft())
+        if self._merging and self.recorder.idle and not self._unsettled():
+            self._merging = False
+            self._inbox.append(ev.Merged(time.monotonic(), self.recorder.history_step))
+        self._start_commit()
+
+    def _unsettled(self) -> bool:
+        return self._commit is not None or self.recorder.unsynced
+
+    def _feed(self, event: ev.Event) -> None:
+        before = self.state
+        self.state, effects = machine.decide(self.options.rules, self.state, event)
+        if self.state.phase != before.phase:
+            self.log.write(f"{before.phase} -> {self.state.phase} {self.state.why}".rstrip())
+            self._next_status = 0.0
+        barrier = self._held[-1][0] if self._held else 0
+        for effect in effects:
+            if isinstance(effect, ev.Append):
+                self._records.append((effect.record, time.time()))
+                self._tell(effect.record)
+                barrier = self._batch
+            else:
+                self._held.append((barrier, effect))
+        self._release()
+
+    # --- effects ---
+
+    def _perform(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.Merge():
+                self.recorder.merge_leftovers()
+                self._merging = True
+                self._inbox.append(ev.Ticked(time.monotonic()))
+            case ev.Select():
+                self.housekeeper.select(effect.ceiling)
+            case ev.Spawn():
+                self._spawn(effect)
+            case ev.Adopt():
+                self._adopt(effect.pid)
+            case ev.Send():
+                self.wire.send_trainer(effect.verb, effect.content)
+            case ev.Signal():
+                self.attendant.signal(effect.name)
+            case ev.Kill():
+                self.attendant.kill()
+            case ev.Reap():
+                self.attendant.begin_reaping(time.monotonic())
+                opened = self.state.durable.open
+                if opened is not None:
+                    self.recorder.follow(opened.attempt, opened.resume_step, opened.epoch)
+            case ev.Verify():
+                self.housekeeper.verify(effect.step)
+            case ev.Retain():
+                self._retain(effect.newest_verified)
+            case ev.Reply():
+                self.wire.reply(effect.id, effect.outcome, effect.why, self._located(effect.result))
+            case ev.Exit():
+                self._exit = effect
+
+    def _located(self, result: Json) -> Json:
+        """A step in a reply comes with the path of its checkpoint."""
+        step = result.get("step")
+        if not isinstance(step, int):
+            return result
+        return {**result, "path": str(self._checkpoint_path(step))}
+
+    def _checkpoint_path(self, step: int) -> Path:
+        return self.directory.checkpoints / f"{contract.checkpoint_stem(step)}.bin"
+
+    def _retain(self, newest_verified: int) -> None:
+        self.housekeeper.retain(
+            self.options.keep_last,
+            self.options.keep_every,
+            sorted(self.state.durable.verified | {newest_verified}),
+        )
+
+    def _spawn(self, effect: ev.Spawn) -> None:
+        self.wire.expect(effect.attempt, effect.nonce)
+        self.recorder.forget_before(effect.attempt)
+        self.recorder.follow(effect.attempt, effect.resume_step, effect.epoch)
+        self._inbox.append(
+            self.attendant.spawn(effect, self.options.command, self.options.environment)
+        )
+
+    def _adopt(self, pid: int) -> None:
+        opened = self.state.durable.open
+        assert opened is not None
+        self.wire.expect(opened.attempt, opened.nonce)
+        self.recorder.follow(opened.attempt, opened.resume_step, opened.epoch)
+        if not self.attendant.adopt(pid, opened.nonce):
+            self._inbox.append(ev.Died(time.monotonic()))
+
+    def _complete_death(self, now: float) -> None:
+        """Complete when nothing of the attempt lives and all its receipts are recorded."""
+        holders = self.attendant.end_of_tree(now)
+        if holders is None or not self.recorder.at_end() or self._unsettled():
+            return
+        opened = self.state.durable.open
+        words = self.attendant.last_words(opened.attempt) if opened is not None else ""
+        code, number = self.attendant.bury()
+        self._inbox.append(
+            ev.Reaped(
+                now,
+                code,
+                number,
+                self.recorder.exit_line,
+                self.recorder.history_step,
+                self.recorder.verified_steps,
+                holders,
+                words,
+            )
+        )
+
+    # --- status ---
+
+    def status(self) -> Json:
+        return compose(
+            self.directory,
+            self.state,
+            self.recorder.gauge,
+            trouble=self._trouble,
+            supervisor_pid=os.getpid(),
+        )
+
+    def _write_status(self, durable: bool = False) -> None:
+        status = self.status()
+        self.reporter.show(status)
+        content = orjson.dumps(status, option=orjson.OPT_INDENT_2) + b"\n"
+        path = self.directory.status
+        if durable:
+            replace_file(path, content)
+            return
+
+        def write() -> None:
+            # A hint, not a fact: replaced whole, never synced.
+            temporary = path.with_name(f"{contract.TEMPORARY_PREFIX}{path.name}")
+            temporary.write_bytes(content)
+            temporary.rename(path)
+
+        self.worker.submit(write)
+
+    def _tell(self, record: ev.Record) -> None:
+        """Journal records that a person wants to see as they happen."""
+        words = describe(record)
+        if words:
+            self.log.write(words)
+            self.reporter.say(words)
+
+
+_INTERRUPT_WORDS: Final = {
+    "stop": "stopping: the trainer finishes its step, saves and ends (Ctrl-C again: less patience)",
+    "hasten": "stopping sooner: SIGTERM now, SIGKILL in a few seconds (Ctrl-C again: SIGKILL now)",
+    "kill": "killing the trainer",
+}

@@ -1,0 +1,152 @@
+"""The daemon's errands to the helper process: select, verify, retain.
+
+What may live here: turning effects into requests to the helper and its replies into events. What
+the helper does to files is `checkpoints`; what follows from it is the machine's decision.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from supervisor import events as ev
+from supervisor.contract import Json
+from supervisor.verifier import Reply, Verifier
+
+
+class HelperFailed(RuntimeError):
+    """The helper could not do what no start can do without; the text is its reason."""
+
+
+class Housekeeper:
+    """`emit` takes events, `alarm` a name and a detail (empty: all is well), `seen` the summary
+    of a checkpoint that was read back and found good."""
+
+    def __init__(
+        self,
+        run_directory: Path,
+        run_id: str,
+        lineage: Iterable[tuple[str, int]],
+        *,
+        emit: Callable[[ev.Event], None],
+        alarm: Callable[[str, str], None],
+        seen: Callable[[Json], None],
+    ) -> None:
+        self._identity: Json = {"run_id": run_id, "lineage": [list(item) for item in lineage]}
+        self._emit = emit
+        self._alarm = alarm
+        self._seen = seen
+        self._calls: dict[int, Callable[[Reply], None]] = {}
+        self._verifier = Verifier(run_directory)
+
+    def fileno(self) -> int:
+        """Readable when `receive` has something to do."""
+        return self._verifier.fileno()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._calls)
+
+    def receive(self) -> None:
+        for reply in self._verifier.receive():
+            self._calls.pop(reply.id)(reply)
+
+    def close(self) -> None:
+        self._verifier.close()
+
+    def select(self, ceiling: int) -> None:
+        """The newest valid checkpoint; then what stands above it is set aside and what dead
+        attempts left behind is swept away."""
+
+        def selected(reply: Reply) -> None:
+            result = _demand(reply)
+            above = 0 if result["chosen"] is None else result["chosen"]["step"]
+
+            def superseded(reply: Reply) -> None:
+                moved = sorted({step for step, _ in _demand(reply)["moved"]})
+
+                def cleaned(reply: Reply) -> None:
+                    _demand(reply)
+                    if result["chosen"] is not None:
+                        self._seen(result["chosen"])
+                    self._emit(_selection(result, tuple(moved)))
+
+                self._ask(cleaned, "clean")
+
+            self._ask(superseded, "supersede", above_step=above)
+
+        self._ask(selected, "select", ceiling=ceiling, time=time.time(), **self._identity)
+
+    def verify(self, step: int) -> None:
+        def verified(reply: Reply) -> None:
+            if reply.ok:
+                self._alarm("verification", "")
+                self._seen(reply.result)
+                self._emit(_verification(reply.result))
+            elif reply.kind == "damaged":
+                reason = reply.result["reason"]
+                moved_to = str(reply.result.get("moved_to") or "")
+                self._emit(ev.Verified(time.monotonic(), step, reason, moved_to=moved_to))
+            else:
+                self._alarm("verification", f"step {step}: {reply.error}")
+
+        request = {"step": step, "set_aside": True, "time": time.time()}
+        self._ask(verified, "verify", **request, **self._identity)
+
+    def retain(self, keep_last: int, keep_every: int, verified_steps: list[int]) -> None:
+        def retained(reply: Reply) -> None:
+            self._alarm("retention", "" if reply.ok else reply.error)
+            if reply.ok:
+                self._emit(ev.Removed(time.monotonic(), tuple(reply.result["removed"])))
+
+        self._ask(
+            retained,
+            "retain",
+            keep_last=keep_last,
+            keep_every=keep_every,
+            pins=[],
+            verified_steps=verified_steps,
+        )
+
+    def _ask(self, done: Callable[[Reply], None], do: str, **request: Any) -> None:
+        self._calls[self._verifier.submit({"do": do, **request})] = done
+
+
+def _demand(reply: Reply) -> Json:
+    if not reply.ok:
+        raise HelperFailed(f"{reply.do}: {reply.error}")
+    return reply.result
+
+
+def _selection(result: Json, superseded: tuple[int, ...]) -> ev.Selected:
+    now = time.monotonic()
+    rejected = tuple((step, reason, str(moved)) for step, reason, moved in result["rejected"])
+    chosen = result["chosen"]
+    if chosen is None:
+        return ev.Selected(now, None, rejected=rejected, superseded=superseded)
+    return ev.Selected(
+        now,
+        chosen["step"],
+        chosen["binary_digest"] or "",
+        chosen["sha256"],
+        chosen["attempt"],
+        chosen["reason"],
+        tuple(chosen["requests"]),
+        rejected,
+        superseded,
+    )
+
+
+def _verification(found: Json) -> ev.Verified:
+    return ev.Verified(
+        time.monotonic(),
+        found["step"],
+        "",
+        found["sha256"],
+        found["binary_digest"] or "",
+        found["attempt"],
+        found["reason"],
+        tuple(found["requests"]),
+    )

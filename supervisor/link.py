@@ -1,0 +1,346 @@
+"""The trainer's side of the contract: receipts, requests, the exit record.
+
+What may live here: everything a training loop needs to be supervised, and nothing that needs
+torch. Any PyTorch loop, or any Python program, can use it.
+
+Invariants:
+- A receipt is one line and one write(2). The receipt file, not the link, is the record.
+- Nothing here waits for the supervisor. Where it is away, training goes on; a message that
+  cannot be sent is dropped, because the receipts say the same.
+- A signal handler only sets a flag. Requests are looked at where the trainer polls.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+import zmq
+
+from supervisor import contract
+from supervisor.contract import ContractError, Entry, ExitLine, Receipt
+from supervisor.durable import preallocate
+
+PREALLOCATED_BYTES: Final = 4 * 1024 * 1024
+STEP_MESSAGE_INTERVAL_SECONDS: Final = 0.05
+SIGTERM_REQUEST: Final = "signal:term"
+SIGUSR1_REQUEST: Final = "signal:usr1"
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Which life of which run this process is. `resume_step` None leaves the choice to us."""
+
+    run_directory: Path
+    attempt: int
+    nonce: str
+    epoch: int
+    resume_step: int | None
+    supervised: bool
+    lock_fd: int | None = None
+
+
+def life_from_environment(environment: Mapping[str, str]) -> Life | None:
+    """The life that a supervisor gave us, or None in a process that has none.
+
+    Raises ContractError where the variables are there but broken.
+    """
+    if contract.ENV_ATTEMPT not in environment:
+        return None
+
+    def integer(name: str) -> int:
+        text = environment.get(name, "")
+        if not text.isdecimal():
+            raise ContractError(f"environment {name}: expected a number, got {text!r}")
+        return int(text)
+
+    def text(name: str) -> str:
+        value = environment.get(name)
+        if not value:
+            raise ContractError(f"environment {name}: missing beside {contract.ENV_ATTEMPT}")
+        return value
+
+    return Life(
+        run_directory=Path(text(contract.ENV_RUN_DIRECTORY)),
+        attempt=integer(contract.ENV_ATTEMPT),
+        nonce=text(contract.ENV_NONCE),
+        epoch=integer(contract.ENV_EPOCH),
+        resume_step=integer(contract.ENV_RESUME_STEP),
+        supervised=True,
+        lock_fd=integer(contract.ENV_LOCK_FD),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What a boundary has to do: save for `reason` (None: nothing asked), then stop or pause."""
+
+    reason: str | None
+    requests: tuple[str, ...]
+    stop: bool
+    pause: str | None
+
+
+class Link:
+    """One life of the trainer, as the supervisor sees it. Use it as a context manager: leaving
+    it restores the signal handlers and closes everything."""
+
+    def __init__(self, life: Life) -> None:
+        self.life = life
+        directory = life.run_directory
+        receipts = directory / contract.RECEIPTS
+        receipts.mkdir(exist_ok=True)
+        self.receipts_path = receipts / f"{contract.attempt_stem(life.attempt)}.jsonl"
+        self._receipts_fd = os.open(
+            self.receipts_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
+        )
+        self._receipts_bytes = os.fstat(self._receipts_fd).st_size
+        self._preallocated_bytes = 0
+        self._hello: dict[str, Any] | None = None
+        self._hello_owed = False
+        self._last_step_message = 0.0
+        self._checkpoints: dict[str, str] = {}
+        self._stop: dict[str, str] = {}
+        self._pause: str | None = None
+        self._exit_now = False
+        self._served: list[str] = []
+        self._previous_handlers: dict[int, Any] = {}
+        self._terms = 0
+        self._usr1s = 0
+        self._usr1s_taken = 0
+        self._pid = os.getpid()
+        self._directory_fd = -1
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        if life.supervised:
+            self._connect(directory)
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Puts the signal handlers back and closes what is open. Safe to call twice."""
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+        self._previous_handlers = {}
+        if self._socket is not None:
+            # A farewell may wait a moment for the wire; a dead supervisor must not hold us.
+            self._socket.close(linger=200)
+            self._socket = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+        for fd in (self._receipts_fd, self._directory_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._receipts_fd = self._directory_fd = -1
+
+    # --- signals ---
+
+    def install_signal_handlers(self) -> str | None:
+        """SIGTERM asks for checkpoint and exit, SIGUSR1 for checkpoint and carry on.
+
+        Python installs handlers in the main thread only. Elsewhere nothing is changed and the
+        sentence to tell the user is returned: requests then arrive by message alone.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return (
+                "signal handlers need the main thread: SIGTERM and SIGUSR1 are not handled,"
+                " stop and checkpoint requests arrive by the supervisor's link only"
+            )
+        for number, handler in ((signal.SIGTERM, self._on_term), (signal.SIGUSR1, self._on_usr1)):
+            self._previous_handlers[number] = signal.signal(number, handler)
+        return None
+
+    def _on_term(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            self._terms += 1
+
+    def _on_usr1(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            self._usr1s += 1
+
+    # --- receipts ---
+
+    def record(self, receipt: Receipt) -> None:
+        """Appends one line. Raises OSError where the file cannot take it whole."""
+        line = contract.encode_receipt(receipt)
+        if self._receipts_bytes + len(line) > self._preallocated_bytes:
+            preallocate(self._receipts_fd, self._receipts_bytes, PREALLOCATED_BYTES)
+            self._preallocated_bytes = self._receipts_bytes + PREALLOCATED_BYTES
+        written = os.write(self._receipts_fd, line)
+        self._receipts_bytes += written
+        if written != len(line):
+            raise OSError(f"{self.receipts_path}: {written} of {len(line)} bytes written")
+        if isinstance(receipt, Entry):
+            now = time.monotonic()
+            if now - self._last_step_message >= STEP_MESSAGE_INTERVAL_SECONDS:
+                self._last_step_message = now
+                self._send("step", step=receipt.step, loss=contract.encode_number(receipt.loss))
+
+    def sync(self) -> None:
+        """Makes every receipt durable; called before a checkpoint is committed."""
+        os.fsync(self._receipts_fd)
+
+    def farewell(self, why: str, step: int, code: int, message: str = "") -> None:
+        """Writes and syncs the exit record, the last line of this life, and says goodbye."""
+        requests = [*self._served, *(i for i in self._stop if not i.startswith("signal:"))]
+        self.record(ExitLine(why=why, step=step, code=code, requests=requests, message=message))
+        self.sync()
+        self._send("farewell", why=why, step=step)
+
+    # --- requests ---
+
+    def stop_wanted(self) -> bool:
+        """Polls. True once somebody asked this life to end at the next boundary: long phases
+        (loading, sampling, evaluating) look here and give up early."""
+        self.poll()
+        return self._exit_now or self._terms > 0 or "now" in self._stop.values()
+
+    def due(self, *, cadence: bool, pause_allowed: bool = True) -> Due:
+        """What this boundary owes. `cadence`: it is a multiple of the checkpoint cadence."""
+        self.poll()
+        requests = [i for i, at in self._checkpoints.items() if at == "now" or cadence]
+        stops = [i for i, at in self._stop.items() if at == "now" or cadence]
+        pause = self._pause if cadence and pause_allowed else None
+        term = self._terms > 0
+        usr1 = self._usr1s > self._usr1s_taken
+        reason: str | None
+        if pause is not None:
+            reason = "pivot"
+        elif term:
+            reason = "sigterm"
+        elif stops or requests:
+            reason = "operator"
+        elif usr1:
+            reason = "sigusr1"
+        else:
+            reason = "cadence" if cadence else None
+        named = [*requests, *stops, *([pause] if pause else [])]
+        if reason is not None:
+            self._usr1s_taken = self._usr1s
+        return Due(reason, tuple(named), bool(stops) or term or self._exit_now, pause)
+
+    def poll(self) -> None:
+        """Takes in every message that has arrived. Costs about a microsecond when none has."""
+        if self._socket is None:
+            return
+        if self._hello_owed:
+            self._say_hello()
+        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            frame = self._socket.recv(zmq.NOBLOCK)
+            verb, content = contract.parse_message(frame, contract.DOWN, "message")
+            match verb:
+                case "checkpoint":
+                    self._take(self._checkpoints, content)
+                case "stop":
+                    self._take(self._stop, content)
+                case "pause":
+                    self._pause = content["id"]
+                    self._send("seen", id=content["id"])
+                case "exit":
+                    self._exit_now = True
+                case "who":
+                    self._say_hello()
+
+    def _take(self, requests: dict[str, str], content: Mapping[str, Any]) -> None:
+        if content["id"] not in self._served:
+            requests[content["id"]] = content["at"]
+        self._send("seen", id=content["id"])
+
+    # --- what the trainer says ---
+
+    def hello(self, step: int, parameters: int, policy_digest: str) -> None:
+        self._hello = {
+            "pid": os.getpid(),
+            "step": step,
+            "parameters": parameters,
+            "policy_digest": policy_digest,
+            "capabilities": ["checkpoint", "stop", "pause"],
+        }
+        self._say_hello()
+
+    def phase(self, phase: str, deadline_seconds: float | None = None) -> None:
+        """Announces a phase of contract.TRAINER_PHASES; a long one gives a hint of its limit."""
+        self._send("phase", phase=phase, deadline_seconds=deadline_seconds)
+
+    def saved(
+        self, step: int, digest: str, reason: str, requests: tuple[str, ...], seconds: float
+    ) -> None:
+        """A checkpoint is committed: its requests are served and never served again."""
+        for request in requests:
+            self._checkpoints.pop(request, None)
+            self._served.append(request)
+        self._send(
+            "saved",
+            step=step,
+            digest=digest,
+            reason=reason,
+            requests=list(requests),
+            seconds=seconds,
+        )
+
+    def paused(self, step: int, request: str) -> None:
+        self._pause = None
+        self._send("paused", step=step, id=request)
+
+    def wait_for_exit(self, timeout_seconds: float) -> bool:
+        """While paused: True when told to exit, False when the wait ran out: train on."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self._exit_now and self._terms == 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return False
+            if self._socket is None:
+                return False
+            self._socket.poll(int(min(remaining, 0.1) * 1000))
+            self.poll()
+        return True
+
+    def _say_hello(self) -> None:
+        # The connection may not stand yet; poll tries again until the hello has left.
+        self._hello_owed = self._hello is not None and not self._send("hello", **self._hello)
+
+    def _send(self, verb: str, **content: Any) -> bool:
+        if self._socket is None:
+            return False
+        message = contract.encode_message(
+            verb, attempt=self.life.attempt, nonce=self.life.nonce, **content
+        )
+        try:
+            self._socket.send(message, zmq.NOBLOCK)
+        except zmq.Again:
+            # No supervisor is listening. The receipts carry the same facts; it asks `who` when it
+            # is back.
+            return False
+        return True
+
+    def _connect(self, directory: Path) -> None:
+        # Through an open descriptor: a long path fits, and a renamed run directory is followed.
+        self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._context = zmq.Context()
+        socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.SNDHWM, 1000)
+        socket.set(zmq.IMMEDIATE, 1)
+        socket.set(zmq.RECONNECT_IVL, 100)
+        socket.set(zmq.MAXMSGSIZE, contract.MESSAGE_BYTES_MAX)
+        socket.connect(
+            f"ipc:///proc/self/fd/{self._directory_fd}/{contract.SOCKETS}/{contract.TRAINER_SOCKET}"
+        )
+        self._socket = socket

@@ -1,0 +1,492 @@
+"""The lifecycle: what the supervisor decides, and nothing of how it is done.
+
+What may live here: `decide(rules, state, event) -> (state, effects)` and the table of every
+(phase, event). No clock, file, socket, process or random source; time arrives inside events and
+results of I/O come back as events.
+
+Invariants:
+- Every (phase, event) cell exists; one that cannot happen raises Impossible, which ends this life.
+- A stop is sticky: nothing but the end of the attempt leaves `stopping`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from supervisor import events as ev
+from supervisor import moves
+from supervisor.contract import Json
+from supervisor.state import CAUSE_OF_CODE, PHASES, Impossible, Pending, Rules, State, Turn
+
+Handler = Callable[[Turn, ev.Event], None]
+
+
+def decide(rules: Rules, state: State, event: ev.Event) -> tuple[State, list[ev.Effect]]:
+    """The next state and what to do. Raises Impossible for an event that this phase excludes."""
+    turn = Turn(rules, state, event.now)
+    TABLE[state.phase, type(event)](turn, event)
+    return turn.state, turn.effects
+
+
+# --- opening ---
+
+
+def _opened(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Opened)
+    turn.set(life=event.life, from_scratch=event.from_scratch)
+    if event.wish is not None:
+        turn.append(ev.Wished(event.wish, event.request))
+    wish = turn.state.durable.wish
+    if wish == "stop" and event.request:
+        turn.set(stop_ids=(event.request,))
+    strangers = [holder for holder in event.holders if not holder.ours]
+    ours = [holder for holder in event.holders if holder.ours and holder.leader]
+    if strangers or (event.holders and not ours):
+        named = ", ".join(f"{h.pid} ({h.command})" for h in event.holders)
+        moves.end(
+            turn, "stuck", f"trainer.lock is held by process {named}, which is not provably ours"
+        )
+    elif ours:
+        _adopt(turn, ours[0].pid, wish)
+    elif turn.state.durable.open is not None:
+        turn.set(phase="backoff", stage="reaping")
+        turn.do(ev.Reap())
+    else:
+        moves.start(turn)
+
+
+def _adopt(turn: Turn, pid: int, wish: str) -> None:
+    opened = turn.state.durable.open
+    assert opened is not None
+    turn.append(ev.AttemptAdopted(opened.attempt, pid))
+    turn.set(phase="running", stage="", trainer_pid=pid, step=opened.resume_step)
+    turn.do(ev.Adopt(pid))
+    if wish == "stop":
+        moves.begin_stop(turn, "stop")
+
+
+# --- merge, select, spawn ---
+
+
+def _merged(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Merged)
+    turn.set(history_step=event.step, step=event.step)
+    if moves.stop_wanted(turn):
+        moves.end(turn, "stopped", "stopped as asked")
+        return
+    turn.set(stage="selecting")
+    turn.do(ev.Select(ceiling=event.step))
+
+
+def _selected(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Selected)
+    for step, reason, moved_to in event.rejected:
+        turn.append(ev.CheckpointQuarantined(step, reason, moved_to))
+        turn.append(ev.Alarmed("checkpoint_quarantined", f"step {step}: {reason}"))
+    if event.superseded:
+        turn.append(ev.CheckpointsSuperseded(event.step or 0, list(event.superseded)))
+    if event.step is not None:
+        moves.commit(
+            turn, event.step, event.attempt, event.reason, event.requests, event.binary_digest
+        )
+        if event.step not in turn.state.durable.verified:
+            turn.append(ev.CheckpointVerified(event.step, event.sha256))
+    durable = turn.state.durable
+    if event.step is not None and event.step >= durable.target_step:
+        turn.append(ev.RunFinished(event.step))
+        moves.end(turn, "finished", f"reached step {event.step}")
+    elif moves.stop_wanted(turn):
+        moves.end(turn, "stopped", "stopped as asked")
+    elif event.step is None and durable.best_checkpoint and not turn.state.from_scratch:
+        reason = (
+            f"no valid checkpoint is left, though step {durable.best_checkpoint} was saved: look at"
+            " quarantine/, put a good pair back into checkpoints/, or begin again from step 0 with"
+            " --from-scratch"
+        )
+        moves.fail(turn, reason)
+    else:
+        moves.spawn(turn, event.step or 0)
+
+
+def _spawned(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Spawned)
+    durable = turn.state.durable
+    turn.append(ev.AttemptSpawned(durable.attempt, event.pid, event.start_ticks, event.boot_id))
+    turn.set(
+        stage="loading",
+        trainer_pid=event.pid,
+        deadline=turn.now + turn.rules.start_seconds,
+    )
+    if moves.stop_wanted(turn):
+        moves.begin_stop(turn, "stop")
+
+
+def _spawn_failed(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.SpawnFailed)
+    state = turn.state
+    moves.ended(turn, "spawn", None, None, state.history_step, 0, event.why)
+
+
+# --- what a living trainer does ---
+
+
+def _heard(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Heard)
+    content = event.content
+    turn.set(linked=True)
+    match event.verb:
+        case "hello":
+            turn.set(step=content["step"])
+            if turn.state.phase == "starting":
+                moves.ready(turn)
+            elif turn.state.phase == "stopping":
+                moves.repeat_stop(turn)
+            else:
+                moves.forward_requests(turn, again=True)
+        case "phase":
+            turn.set(trainer_phase=content["phase"])
+        case "step":
+            turn.set(step=max(turn.state.step, content["step"]), trainer_phase="step")
+        case "seen":
+            _seen(turn, content["id"])
+        case "saved":
+            _saved(turn, content)
+        case "paused":
+            # Nobody asks for a pause yet, so nobody waits for this: let it train on.
+            turn.do(ev.Send("exit"))
+        case "farewell":
+            turn.set(trainer_phase="exit")
+    moves.rearm(turn)
+
+
+def _recorded(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Recorded)
+    turn.set(
+        history_step=event.step,
+        step=max(turn.state.step, event.step),
+        attempt_verified=event.verified_steps,
+    )
+    if turn.state.phase == "starting" and turn.state.stage == "loading":
+        moves.ready(turn)
+
+
+def _seen(turn: Turn, id: str) -> None:
+    turn.set(
+        checkpoints=tuple(
+            replace(request, seen=True) if request.id == id else request
+            for request in turn.state.checkpoints
+        )
+    )
+    if turn.state.phase == "stopping" and turn.state.escalation == "asked":
+        turn.set(escalation="seen")
+
+
+def _saved(turn: Turn, content: Json) -> None:
+    step = content["step"]
+    turn.set(step=max(turn.state.step, step))
+    moves.commit(
+        turn,
+        step,
+        turn.state.durable.attempt,
+        content["reason"],
+        tuple(str(item) for item in content["requests"]),
+        content["digest"],
+    )
+    moves.verify(turn, step)
+    _answer_checkpoints(turn, step, content["requests"])
+
+
+def _answer_checkpoints(turn: Turn, step: int, named: list[str]) -> None:
+    """Requests that the trainer named are answered; so is one that was never seen and went out
+    again as a signal, which carries no name."""
+    waiting = turn.state.checkpoints
+    answered = [
+        request
+        for request in waiting
+        if request.id in named or (request.sent_at is not None and not request.seen)
+    ]
+    turn.set(checkpoints=tuple(request for request in waiting if request not in answered))
+    for request in answered:
+        if request.operator:
+            turn.answer(request.id, "checkpoint", "done", step=step)
+
+
+def _noticed(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Noticed)
+    moves.verify(turn, event.step)
+
+
+def _verified(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Verified)
+    turn.set(verifying=turn.state.verifying - {event.step})
+    if event.problem:
+        turn.append(ev.CheckpointQuarantined(event.step, event.problem, event.moved_to))
+        turn.append(ev.Alarmed("checkpoint_quarantined", f"step {event.step}: {event.problem}"))
+        return
+    moves.commit(turn, event.step, event.attempt, event.reason, event.requests, event.binary_digest)
+    turn.append(ev.CheckpointVerified(event.step, event.sha256))
+    turn.do(ev.Retain(newest_verified=max(turn.state.durable.verified)))
+
+
+def _removed(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Removed)
+    if event.steps:
+        turn.append(ev.CheckpointsRemoved(list(event.steps)))
+
+
+def _broken(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Broken)
+    turn.append(ev.Alarmed("contract_broken", event.why))
+    turn.set(why=event.why)
+    if turn.state.phase != "stopping":
+        turn.set(phase="stopping", intent="kill")
+    moves.kill(turn)
+
+
+# --- requests ---
+
+
+def _asked(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Asked)
+    known = next((r for r in turn.state.durable.replies if r.id == event.id), None)
+    if known is not None:
+        turn.do(ev.Reply(known.id, known.outcome, known.why, known.result))
+        return
+    waiting = {request.id for request in turn.state.checkpoints}
+    if event.id in waiting or event.id in (*turn.state.stop_ids, *turn.state.restart_ids):
+        return
+    _VERBS[event.verb](turn, event)
+
+
+def _ask_checkpoint(turn: Turn, event: ev.Asked) -> None:
+    state = turn.state
+    if state.phase not in ("starting", "running", "stopping") or state.stage == "reaping":
+        newest = state.durable.best_checkpoint
+        why = f"no trainer is running ({state.phase}); the newest checkpoint is step {newest}"
+        if event.operator:
+            turn.answer(event.id, "checkpoint", "busy", why)
+        return
+    turn.set(checkpoints=(*state.checkpoints, Pending(event.id, event.at, event.operator)))
+    if state.phase != "starting":
+        moves.forward_requests(turn)
+        moves.rearm(turn)
+
+
+def _ask_stop(turn: Turn, event: ev.Asked) -> None:
+    if event.operator:
+        turn.append(ev.Wished("stop", event.id))
+        turn.set(stop_ids=(*turn.state.stop_ids, event.id))
+    match turn.state.phase:
+        case "backoff" if turn.state.stage != "reaping":
+            moves.end(turn, "stopped", "stopped as asked")
+        case "running":
+            moves.begin_stop(turn, "stop")
+        case "starting" if turn.state.stage == "loading":
+            moves.begin_stop(turn, "stop")
+        case _:
+            turn.set(intent="stop")
+
+
+def _ask_restart(turn: Turn, event: ev.Asked) -> None:
+    state = turn.state
+    if state.phase == "stopping" and state.intent == "stop":
+        turn.answer(event.id, "restart", "busy", "a stop is under way")
+        return
+    turn.set(restart_ids=(*state.restart_ids, event.id))
+    if state.phase == "running":
+        moves.begin_stop(turn, "restart")
+    elif state.phase == "backoff" and state.stage != "reaping":
+        moves.start(turn)
+
+
+def _ask_hasten(turn: Turn, event: ev.Asked) -> None:
+    """The operator's second Ctrl-C: the same stop, with less patience."""
+    if turn.state.phase == "stopping" and turn.state.escalation in ("asked", "seen", "signalled"):
+        turn.set(force_at=turn.now + turn.rules.hasten_seconds)
+        turn.set(deadline=turn.state.force_at)
+        if turn.state.escalation != "signalled":
+            turn.set(escalation="signalled")
+            turn.do(ev.Signal("TERM"))
+    else:
+        _ask_stop(turn, event)
+
+
+def _ask_kill(turn: Turn, event: ev.Asked) -> None:
+    """The operator's third Ctrl-C."""
+    turn.set(forced=True, intent="stop")
+    if turn.state.phase in ("running", "stopping") or turn.state.stage == "loading":
+        turn.set(phase="stopping")
+        moves.kill(turn)
+
+
+_VERBS: Final[dict[str, Callable[[Turn, ev.Asked], None]]] = {
+    "checkpoint": _ask_checkpoint,
+    "stop": _ask_stop,
+    "restart": _ask_restart,
+    "hasten": _ask_hasten,
+    "kill": _ask_kill,
+}
+
+
+# --- stopping ---
+
+
+def _tick(turn: Turn, event: ev.Event) -> None:
+    state = turn.state
+    if state.deadline is None or turn.now < state.deadline:
+        return
+    match state.phase:
+        case "backoff":
+            moves.start(turn)
+        case "starting":
+            turn.set(why=f"no hello within {turn.rules.start_seconds:g} s of its start")
+            turn.set(phase="stopping", intent="kill")
+            moves.kill(turn)
+        case "running":
+            turn.do(ev.Signal("USR1"))
+            turn.set(
+                checkpoints=tuple(
+                    request
+                    if request.sent_at is None or request.seen
+                    else replace(request, sent_at=turn.now)
+                    for request in state.checkpoints
+                )
+            )
+            moves.rearm(turn)
+        case "stopping" if turn.now >= state.force_at:
+            moves.kill(turn)
+        case "stopping":
+            if state.escalation == "asked":
+                turn.set(escalation="signalled")
+                turn.do(ev.Signal("TERM"))
+            turn.set(deadline=state.force_at)
+
+
+# --- death ---
+
+
+def _died(turn: Turn, event: ev.Event) -> None:
+    if turn.state.phase != "stopping":
+        turn.set(phase="backoff")
+    turn.set(stage="reaping", deadline=None, linked=False)
+    turn.do(ev.Reap())
+
+
+def judge(event: ev.Reaped, asked_to_stop: bool, killed_by_us: bool) -> str:
+    """The cause of death. What the kernel saw outranks what the trainer wrote about itself."""
+    if event.signal is not None:
+        return "killed" if killed_by_us else "signal"
+    line = event.exit_line
+    code = event.code if event.code is not None else line.code if line is not None else None
+    if code is None:
+        return "unknown"
+    if code != 0:
+        return CAUSE_OF_CODE.get(code, "crash")
+    if line is not None and line.why in ("finished", "stopped"):
+        return line.why
+    return "stopped" if asked_to_stop else "finished"
+
+
+def _reaped(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Reaped)
+    state = turn.state
+    cause = judge(event, state.intent in ("stop", "restart"), state.escalation == "killed")
+    line = event.exit_line
+    message = state.why or event.message or (line.message if line is not None else "")
+    turn.set(history_step=event.step, step=event.step, trainer_pid=None, trainer_phase="", why="")
+    if event.holders:
+        pids = ", ".join(str(pid) for pid in event.holders)
+        moves.ended(
+            turn, cause, event.code, event.signal, event.step, event.verified_steps, message, False
+        )
+        moves.end(turn, "stuck", f"processes {pids} of the dead attempt do not end")
+        return
+    moves.ended(turn, cause, event.code, event.signal, event.step, event.verified_steps, message)
+
+
+# --- the table ---
+
+
+def _ignore(turn: Turn, event: ev.Event) -> None:
+    """Late news of something that no longer matters here."""
+
+
+def _impossible(turn: Turn, event: ev.Event) -> None:
+    raise Impossible(f"{type(event).__name__} in phase {turn.state.phase} ({turn.state.stage})")
+
+
+def _ended_already(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Asked)
+    known = next((r for r in turn.state.durable.replies if r.id == event.id), None)
+    if known is not None:
+        turn.do(ev.Reply(known.id, known.outcome, known.why, known.result))
+    elif event.operator:
+        turn.do(ev.Reply(event.id, "busy", f"the supervisor is ending ({turn.state.phase})"))
+
+
+_ANYWHERE: Final[dict[type, Handler]] = {
+    ev.Verified: _verified,
+    ev.Removed: _removed,
+    ev.Noticed: _noticed,
+}
+_ROWS: Final[dict[str, dict[type, Handler]]] = {
+    "idle": {ev.Opened: _opened, ev.Ticked: _ignore},
+    "starting": {
+        **_ANYWHERE,
+        ev.Ticked: _tick,
+        ev.Asked: _asked,
+        ev.Heard: _heard,
+        ev.Recorded: _recorded,
+        ev.Merged: _merged,
+        ev.Selected: _selected,
+        ev.Spawned: _spawned,
+        ev.SpawnFailed: _spawn_failed,
+        ev.Died: _died,
+        ev.Broken: _broken,
+    },
+    "running": {
+        **_ANYWHERE,
+        ev.Ticked: _tick,
+        ev.Asked: _asked,
+        ev.Heard: _heard,
+        ev.Recorded: _recorded,
+        ev.Died: _died,
+        ev.Broken: _broken,
+    },
+    "stopping": {
+        **_ANYWHERE,
+        ev.Ticked: _tick,
+        ev.Asked: _asked,
+        ev.Heard: _heard,
+        ev.Recorded: _recorded,
+        ev.Died: _died,
+        ev.Reaped: _reaped,
+        ev.Broken: _broken,
+    },
+    "backoff": {
+        **_ANYWHERE,
+        ev.Ticked: _tick,
+        ev.Asked: _asked,
+        ev.Heard: _ignore,
+        ev.Recorded: _recorded,
+        ev.Reaped: _reaped,
+        ev.Broken: _ignore,
+    },
+}
+_TERMINAL_ROW: Final[dict[type, Handler]] = {
+    **_ANYWHERE,
+    ev.Ticked: _ignore,
+    ev.Asked: _ended_already,
+    ev.Heard: _ignore,
+    ev.Recorded: _ignore,
+    ev.Died: _ignore,
+    ev.Broken: _ignore,
+}
+EVENTS: Final[tuple[type, ...]] = ev.Event.__args__
+TABLE: Final[dict[tuple[str, type], Handler]] = {
+    (phase, event): _ROWS.get(phase, _TERMINAL_ROW).get(event, _impossible)
+    for phase in PHASES
+    for event in EVENTS
+}

@@ -1,0 +1,205 @@
+"""The moves that decisions are made of: start, spawn, stop, back off, end.
+
+What may live here: functions that change a turn's state and add effects, called by more than one
+event. Which event leads to which move is decided in `machine`.
+
+Invariants:
+- There is one way to a running trainer: merge, select, spawn. Crash, restart and first start all
+  take it.
+- A spawn follows its AttemptStarted in the same decision, so it is on disk before the process is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+from supervisor import events as ev
+from supervisor.contract import ExitCode
+from supervisor.state import AT_ONCE, PERMANENT, UNPLANNED, Turn
+
+
+def start(turn: Turn) -> None:
+    if stop_wanted(turn):
+        end(turn, "stopped", "stopped as asked")
+        return
+    turn.set(phase="starting", stage="merging", deadline=None, trainer_phase="", intent="")
+    turn.do(ev.Merge())
+
+
+def spawn(turn: Turn, resume_step: int) -> None:
+    durable = turn.state.durable
+    attempt = durable.attempt + 1
+    word = f"{durable.run_id}:{turn.state.life}:{attempt}"
+    nonce = hashlib.sha256(word.encode()).hexdigest()[:16]
+    turn.append(ev.AttemptStarted(attempt, nonce, resume_step, durable.epoch))
+    turn.set(
+        stage="spawning",
+        step=resume_step,
+        attempt_verified=0,
+        linked=False,
+        trainer_pid=None,
+        escalation="",
+    )
+    turn.do(ev.Spawn(attempt, nonce, resume_step, durable.epoch))
+
+
+def ready(turn: Turn) -> None:
+    """The trainer has said hello, or has made a step without one."""
+    turn.set(phase="running", stage="", deadline=None)
+    for id in turn.state.restart_ids:
+        turn.answer(id, "restart", "done", attempt=turn.state.durable.attempt)
+    turn.set(restart_ids=())
+    forward_requests(turn)
+
+
+def stop_wanted(turn: Turn) -> bool:
+    return turn.state.intent == "stop" or turn.state.durable.wish == "stop"
+
+
+def begin_stop(turn: Turn, intent: str) -> None:
+    """Message first; the signal follows if the message goes unseen; SIGKILL ends the grace. The
+    clock starts now, not when the trainer answers."""
+    turn.set(
+        phase="stopping",
+        stage="",
+        intent=intent,
+        force_at=turn.now + turn.rules.grace_seconds,
+    )
+    if turn.state.linked:
+        turn.set(escalation="asked", deadline=turn.now + turn.rules.signal_after_seconds)
+        repeat_stop(turn)
+    else:
+        turn.set(escalation="signalled", deadline=turn.state.force_at)
+        turn.do(ev.Signal("TERM"))
+
+
+def repeat_stop(turn: Turn) -> None:
+    turn.do(ev.Send("stop", {"id": f"stop-{turn.state.durable.attempt}", "at": "now"}))
+
+
+def kill(turn: Turn) -> None:
+    turn.set(escalation="killed", deadline=None)
+    turn.do(ev.Kill())
+
+
+def forward_requests(turn: Turn, again: bool = False) -> None:
+    """Sends what was not sent yet, or all of it again to a trainer that has just (re)connected."""
+    waiting = []
+    for request in turn.state.checkpoints:
+        if request.sent_at is None or again:
+            if turn.state.linked:
+                turn.do(ev.Send("checkpoint", {"id": request.id, "at": request.at}))
+            elif request.sent_at is None:
+                turn.do(ev.Signal("USR1"))
+            request = replace(request, sent_at=turn.now)
+        waiting.append(request)
+    turn.set(checkpoints=tuple(waiting))
+    rearm(turn)
+
+
+def rearm(turn: Turn) -> None:
+    """In `running` the deadline is the moment the first unseen request falls back to a signal."""
+    if turn.state.phase != "running":
+        return
+    unseen = [
+        request.sent_at + turn.rules.signal_after_seconds
+        for request in turn.state.checkpoints
+        if request.sent_at is not None and not request.seen
+    ]
+    turn.set(deadline=min(unseen, default=None))
+
+
+def refuse_checkpoints(turn: Turn, why: str) -> None:
+    for request in turn.state.checkpoints:
+        if request.operator:
+            turn.answer(request.id, "checkpoint", "refused", why)
+    turn.set(checkpoints=())
+
+
+def commit(
+    turn: Turn, step: int, attempt: int, reason: str, requests: tuple[str, ...], digest: str
+) -> None:
+    if step not in turn.state.durable.on_disk:
+        turn.append(ev.CheckpointCommitted(step, attempt, reason, list(requests), digest))
+
+
+def verify(turn: Turn, step: int) -> None:
+    if step not in turn.state.durable.verified and step not in turn.state.verifying:
+        turn.set(verifying=turn.state.verifying | {step})
+        turn.do(ev.Verify(step))
+
+
+def ended(
+    turn: Turn,
+    cause: str,
+    code: int | None,
+    signal: int | None,
+    step: int,
+    verified_steps: int,
+    message: str,
+    go_on: bool = True,
+) -> None:
+    durable = turn.state.durable
+    planned = turn.state.intent in ("stop", "restart")
+    counted = cause in UNPLANNED and cause != "again" and not planned
+    turn.append(
+        ev.AttemptEnded(
+            durable.attempt, cause, code, signal, step, counted, verified_steps, message
+        )
+    )
+    turn.set(attempt_verified=0)
+    refuse_checkpoints(turn, f"the trainer ended ({cause}) before it could save")
+    if go_on:
+        after(turn, cause, message)
+
+
+def after(turn: Turn, cause: str, message: str) -> None:
+    if stop_wanted(turn):
+        end(turn, "stopped", stop_reason(turn, cause))
+    elif turn.state.intent == "restart" or turn.state.restart_ids or cause in AT_ONCE:
+        start(turn)
+    elif cause in PERMANENT:
+        fail(turn, f"{PERMANENT[cause]}: {message}" if message else PERMANENT[cause])
+    elif turn.state.durable.deaths >= turn.rules.deaths:
+        fail(
+            turn,
+            f"{turn.state.durable.deaths} deaths without a new checkpoint, the last one by"
+            f" {cause}{': ' + message if message else ''}",
+        )
+    else:
+        back_off(turn)
+
+
+def stop_reason(turn: Turn, cause: str) -> str:
+    return "stopped as asked" if cause in ("stopped", "finished") else f"stopped; ended by {cause}"
+
+
+def back_off(turn: Turn) -> None:
+    """Doubling delay with jitter from the run and the attempt, so that it is the same in a replay
+    and different between runs that died together."""
+    durable = turn.state.durable
+    doubling = min(max(durable.deaths - 1, 0), 30)
+    delay = min(turn.rules.delay_seconds * 2**doubling, turn.rules.maximum_delay_seconds)
+    word = hashlib.sha256(f"{durable.run_id}:{durable.attempt}".encode()).digest()
+    jitter = 0.75 + 0.25 * word[0] / 255
+    turn.set(phase="backoff", stage="", intent="", deadline=turn.now + delay * jitter)
+
+
+def fail(turn: Turn, reason: str) -> None:
+    turn.append(ev.RunFailed(reason))
+    end(turn, "failed", reason)
+
+
+def end(turn: Turn, phase: str, reason: str) -> None:
+    """The end of this life of the supervisor, with every waiting operator answered."""
+    refuse_checkpoints(turn, f"the supervisor ends ({phase})")
+    turn.append(ev.SupervisorEnded(phase, reason))
+    newest = turn.state.durable.best_checkpoint
+    for id in turn.state.stop_ids:
+        turn.answer(id, "stop", "done", phase=phase, step=newest, reason=reason)
+    for id in turn.state.restart_ids:
+        turn.answer(id, "restart", "refused", f"the supervisor ends ({phase}): {reason}")
+    turn.set(phase=phase, stage="", deadline=None, why=reason, stop_ids=(), restart_ids=())
+    code = ExitCode.OK if phase in ("stopped", "finished") else ExitCode.FAILED
+    turn.do(ev.Exit(int(ExitCode.FORCED if turn.state.forced else code), reason))

@@ -1,0 +1,158 @@
+"""What a person at the terminal sees of a run in the foreground.
+
+What may live here: turning status and events into lines, and the thread that writes them. A
+terminal may stop reading (Ctrl-S, a full pipe); the loop must not, so it only drops lines into a
+mailbox here.
+
+Invariants: the thread owns nothing of the run; a line that finds the mailbox full is dropped.
+"""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import sys
+import threading
+import time
+from typing import Final, TextIO
+
+from supervisor import events as ev
+from supervisor.contract import Json
+
+MAILBOX_LINES: Final = 256
+PLAIN_INTERVAL_SECONDS: Final = 15.0
+CLOSE_SECONDS: Final = 2.0
+
+
+class Reporter:
+    """`say` prints a line that stays; `show` updates the live line (or, off a terminal, prints one
+    from time to time)."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+        self._mailbox: queue.Queue[tuple[str, str] | None] = queue.Queue(MAILBOX_LINES)
+        self._last_plain = 0.0
+        self._last_step: object = None
+        self._thread = threading.Thread(target=self._write, name="progress", daemon=True)
+        self._thread.start()
+
+    def say(self, text: str) -> None:
+        self._put("say", text)
+
+    def show(self, status: Json) -> None:
+        if self._live:
+            self._put("show", live_line(status, shutil.get_terminal_size().columns))
+            return
+        now = time.monotonic()
+        if now - self._last_plain >= PLAIN_INTERVAL_SECONDS and status["step"] != self._last_step:
+            self._last_plain, self._last_step = now, status["step"]
+            self._put("say", plain_line(status))
+
+    def close(self) -> None:
+        """Bounded: a terminal that does not read cannot hold the process."""
+        self._put("end", "")
+        self._thread.join(CLOSE_SECONDS)
+
+    def _put(self, kind: str, text: str) -> None:
+        try:
+            self._mailbox.put_nowait((kind, text))
+        except queue.Full:
+            return
+
+    def _write(self) -> None:
+        shown = False
+        while (item := self._mailbox.get()) is not None:
+            kind, text = item
+            clear = "\r\x1b[2K" if shown and self._live else ""
+            if kind == "show":
+                self._stream.write(f"\r\x1b[2K{text}")
+            elif kind == "say":
+                self._stream.write(f"{clear}{text}\n")
+            elif clear:
+                self._stream.write(clear)
+            self._stream.flush()
+            shown = kind == "show"
+            if kind == "end":
+                return
+
+
+def number(value: object, form: str = ".3f") -> str:
+    return format(value, form) if isinstance(value, int | float) else str(value or "-")
+
+
+def duration(seconds: float) -> str:
+    """`4:05` or `3:04:05`, or days in front where there are any."""
+    minutes, second = divmod(max(0, int(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02d}:{minute:02d}:{second:02d}"
+    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
+
+
+def _facts(status: Json) -> list[str]:
+    facts = [f"step {status['step']}/{status['target_step']}"]
+    if status["loss"] is not None:
+        facts.append(f"loss {number(status['loss'])} (average {number(status['loss_ema'])})")
+    rate = status["steps_per_second"]
+    if rate:
+        left = (status["target_step"] - status["step"]) / rate
+        facts.append(f"{rate:.1f} steps/s, {duration(left)} left")
+    if status["checkpoint"]["step"] is not None:
+        facts.append(f"checkpoint {status['checkpoint']['step']}")
+    if status["restarts"]:
+        facts.append(f"restarts {status['restarts']}")
+    if status["alarms"]:
+        facts.append(f"ALARMS {len(status['alarms'])}")
+    return facts
+
+
+def live_line(status: Json, columns: int) -> str:
+    """One line that fits the terminal: a bar and what matters most first."""
+    done = min(1.0, status["step"] / status["target_step"]) if status["target_step"] else 0.0
+    width = 20 if columns >= 100 else 10
+    filled = round(done * width)
+    bar = f"[{'#' * filled}{'.' * (width - filled)}] {done:4.0%}"
+    phase = (
+        status["phase"] if status["phase"] != "running" else status["trainer_phase"] or "running"
+    )
+    return f"{bar} {phase}: {', '.join(_facts(status))}"[: max(20, columns - 1)]
+
+
+def plain_line(status: Json) -> str:
+    return f"{status['run']}: {status['phase']}, {', '.join(_facts(status))}"
+
+
+def describe(record: ev.Record) -> str:
+    """One sentence about a record, or an empty one for what nobody needs to see."""
+    match record:
+        case ev.AttemptStarted():
+            start = f"from step {record.resume_step}" if record.resume_step else "from the start"
+            return f"attempt {record.attempt} begins {start}"
+        case ev.AttemptAdopted():
+            return f"attempt {record.attempt} is alive (process {record.pid}) and was taken over"
+        case ev.AttemptEnded():
+            how = f"signal {record.signal}" if record.signal else f"exit code {record.code}"
+            tail = f": {record.message}" if record.message and record.cause != "finished" else ""
+            where = f"attempt {record.attempt} ended at step {record.step}"
+            return f"{where}: {record.cause} ({how}){tail}"
+        case ev.CheckpointCommitted():
+            return f"checkpoint at step {record.step} ({record.reason})"
+        case ev.CheckpointQuarantined():
+            return f"checkpoint at step {record.step} set aside: {record.reason}"
+        case ev.Evaluated():
+            return (
+                f"step {record.step}: held-out loss {record.loss:.4f} nats"
+                if isinstance(record.loss, float)
+                else f"step {record.step}: held-out loss {record.loss}"
+            )
+        case ev.ReplayDiverged():
+            names = ", ".join(record.fields)
+            return f"REPLAY DIVERGED at step {record.step} in {names}"
+        case ev.RunFinished():
+            return f"finished at step {record.step}"
+        case ev.RunFailed():
+            return f"FAILED: {record.reason}"
+        case _:
+            return ""

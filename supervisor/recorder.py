@@ -1,0 +1,378 @@
+"""From receipts to history: what the trainer wrote, taken into the ledger and the sidecars.
+
+What may live here: following receipt files, merging them in the order of the attempts, and
+keeping the content of samples.json, state.json and training.json. What an entry means for the
+history is decided in `replay`; when things are synced, in the daemon.
+
+Invariants:
+- Entries are appended here, in the loop's thread, and count only after the daemon's commit synced
+  them. An entry that the disk refused stays first in line and is appended before anything else.
+- A receipt file is read to its end before the next one is begun, and removed only after all of
+  it is durable elsewhere.
+- Reading a file again, after a restart of the supervisor, changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from supervisor import contract
+from supervisor import events as ev
+from supervisor.contract import (
+    AuditLine,
+    ContractError,
+    Entry,
+    EnvironmentLine,
+    EvaluationLine,
+    ExitLine,
+    Json,
+)
+from supervisor.ledger import Ledger, LedgerFailure, tail_after
+from supervisor.replay import Merge, Outcome
+from supervisor.rundir import RunDirectory, RunError, read_json
+
+PUMP_BYTES: Final = 256 * 1024
+LOSS_EMA_DECAY: Final = 0.98
+RATE_WINDOW_STEPS: Final = 50
+
+
+class Gauge:
+    """Live figures of the run for status and views: not facts, and lost with this life."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.loss: float | None = None
+        self.loss_ema: float | None = None
+        self.arm: str | None = None
+        self.epoch: int | None = None
+        self.time: float | None = None
+        self.evaluation: Json | None = None
+        self._durations: deque[float] = deque(maxlen=RATE_WINDOW_STEPS)
+
+    def take(self, entry: Entry) -> None:
+        self.step, self.loss, self.arm = entry.step, entry.loss, entry.arm
+        self.epoch, self.time = entry.epoch, entry.time
+        if entry.loss == entry.loss and abs(entry.loss) != float("inf"):
+            before = self.loss_ema
+            self.loss_ema = (
+                entry.loss
+                if before is None
+                else LOSS_EMA_DECAY * before + (1 - LOSS_EMA_DECAY) * entry.loss
+            )
+        if entry.step_seconds is not None:
+            self._durations.append(entry.step_seconds)
+
+    @property
+    def steps_per_second(self) -> float | None:
+        total = sum(self._durations)
+        return len(self._durations) / total if total > 0 else None
+
+
+@dataclass(slots=True)
+class _File:
+    """A receipt file that is being read. `base` None: the first entry tells."""
+
+    attempt: int
+    path: Path
+    base: int | None
+    epoch: int
+    descriptor: int = -1
+    offset: int = 0
+    line: int = 0
+    rest: bytes = b""
+    merge: Merge | None = None
+    refused: bool = False
+
+
+class Recorder:
+    def __init__(self, directory: RunDirectory, ledger: Ledger, samples_keep: int) -> None:
+        self._directory = directory
+        self._ledger = ledger
+        self._samples_keep = samples_keep
+        self._file: _File | None = None
+        self._waiting: deque[_File] = deque()
+        self._owed: list[Entry] = []
+        self._records: list[ev.Record] = []
+        self._files: dict[Path, bytes] = {}
+        self._unsynced = False
+        self._samples = _list(read_json(directory.samples), directory.samples)
+        self._training = _object(read_json(directory.training), directory.training)
+        self.gauge = Gauge()
+        if ledger.last is not None:
+            self.gauge.take(ledger.last)
+        self.evaluated_step = 0
+        self.exit_line: ExitLine | None = None
+        self.trouble = ""
+
+    @property
+    def history_step(self) -> int:
+        """The last step of the canonical history, synced or not."""
+        return self._ledger.last.step if self._ledger.last is not None else 0
+
+    @property
+    def verified_steps(self) -> int:
+        """Re-executed steps of the attempt being followed that equalled the recorded ones."""
+        merge = self._file.merge if self._file is not None else None
+        return merge.verified_steps if merge is not None else 0
+
+    @property
+    def unsynced(self) -> bool:
+        return self._unsynced or bool(self._owed or self._records or self._files)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is left to read of the files that `merge_leftovers` named."""
+        return not self._waiting and self.at_end()
+
+    def at_end(self) -> bool:
+        """Everything that the current receipt file holds by now has been taken in."""
+        file = self._file
+        if self._owed:
+            return False
+        if file is None or file.refused:
+            return True
+        size = file.path.stat().st_size if file.path.exists() else 0
+        return file.offset >= size
+
+    def close(self) -> None:
+        self._let_go()
+
+    # --- which file ---
+
+    def follow(self, attempt: int, base: int, epoch: int) -> None:
+        """Reads the receipts of this attempt from now on; harmless if it already does."""
+        if self._file is not None and self._file.attempt == attempt:
+            return
+        self._let_go()
+        path = self._directory.receipts / f"{contract.attempt_stem(attempt)}.jsonl"
+        self._file = _File(attempt, path, base, epoch)
+        self.exit_line = None
+
+    def merge_leftovers(self) -> None:
+        """Queues every receipt file that is there, in the order of the attempts."""
+        current = self._file.attempt if self._file is not None else None
+        for attempt, path in self._directory.receipt_files():
+            if attempt != current:
+                self._waiting.append(_File(attempt, path, None, 1))
+
+    def forget_before(self, attempt: int) -> None:
+        """Removes the receipt files of earlier attempts: all of them is durable elsewhere."""
+        assert not self.unsynced
+        assert not self._waiting
+        for found, path in self._directory.receipt_files():
+            if found < attempt:
+                path.unlink()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._file is not None and self._file.descriptor >= 0:
+            os.close(self._file.descriptor)
+        self._file = None
+
+    # --- reading ---
+
+    def pump(self) -> str:
+        """Takes in at most PUMP_BYTES. Returns what is wrong with the receipts, or nothing."""
+        if not self._settle_owed():
+            return ""
+        if self._waiting and self.at_end():
+            # The next file is compared with what this one has left in the ledger.
+            self._let_go()
+            self._file = self._waiting.popleft()
+        file = self._file
+        if file is None or file.refused or not self._opened(file):
+            return ""
+        data = os.pread(file.descriptor, PUMP_BYTES, file.offset)
+        file.offset += len(data)
+        *lines, file.rest = (file.rest + data).split(b"\n")
+        if len(file.rest) > contract.RECEIPT_BYTES_MAX:
+            file.refused = True
+            return f"{file.path}: line {file.line + 1} does not end within the size limit"
+        try:
+            for line in lines:
+                file.line += 1
+                self._take(file, line)
+        except ContractError as error:
+            file.refused = True
+            return str(error)
+        finally:
+            self._settle_owed()
+        return ""
+
+    def _opened(self, file: _File) -> bool:
+        if file.descriptor < 0:
+            try:
+                file.descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def _take(self, file: _File, line: bytes) -> None:
+        where = f"{file.path.name} line {file.line}"
+        if not line.strip(b"\0"):
+            return
+        receipt = contract.parse_receipt(line, where)
+        match receipt:
+            case Entry():
+                self._take_entry(file, receipt)
+            case AuditLine():
+                self._take_audit(receipt)
+            case EvaluationLine():
+                self._take_evaluation(receipt)
+            case EnvironmentLine():
+                self._training[contract.attempt_stem(receipt.attempt)] = receipt.environment
+                self._files[self._directory.training] = _dump(self._training)
+            case ExitLine():
+                self.exit_line = receipt
+
+    def _take_entry(self, file: _File, entry: Entry) -> None:
+        if file.merge is None:
+            base = entry.step - 1 if file.base is None else file.base
+            if self._owed:
+                raise AssertionError("a merge begins on a settled ledger")
+            tail = tail_after(self._ledger.path, base, file.attempt)
+            file.merge = Merge(
+                file.attempt, file.epoch, base, tail.earlier, tail.own_first, tail.own_last
+            )
+        taken = file.merge.take(entry)
+        self.gauge.take(taken.entry)
+        if taken.fields and taken.earlier is not None and taken.outcome is Outcome.DIVERGED:
+            self._records.append(
+                ev.ReplayDiverged(
+                    entry.step,
+                    file.attempt,
+                    list(taken.fields),
+                    taken.earlier.to_json(),
+                    taken.entry.to_json(),
+                    self._likely_class(file.attempt, taken.earlier.attempt),
+                )
+            )
+            self._records.append(
+                ev.Alarmed(
+                    "replay_diverged",
+                    f"step {entry.step} of attempt {file.attempt} differs in"
+                    f" {', '.join(taken.fields)} from attempt {taken.earlier.attempt}",
+                )
+            )
+        if taken.append:
+            self._owed.append(taken.entry)
+
+    def _likely_class(self, attempt: int, earlier: int | None) -> str:
+        """What changed between two attempts, by what each of them read back when it began."""
+        now = self._training.get(contract.attempt_stem(attempt), {})
+        before = self._training.get(contract.attempt_stem(earlier or 0), {})
+        return likely_class(before, now)
+
+    def _settle_owed(self) -> bool:
+        """Appends what is owed to the ledger. False while the disk refuses it."""
+        if not self._owed:
+            return True
+        try:
+            self._ledger.append(self._owed)
+        except LedgerFailure as failure:
+            self._unsynced = self._unsynced or failure.appended > 0
+            del self._owed[: failure.appended]
+            self.trouble = str(failure)
+            return False
+        self._owed = []
+        self._unsynced = True
+        self.trouble = ""
+        return True
+
+    def _take_audit(self, audit: AuditLine) -> None:
+        rows = [
+            {
+                "step": audit.step,
+                "time": audit.time,
+                "attempt": audit.attempt,
+                "epoch": audit.epoch,
+                **sample,
+                "arm_shares": audit.arm_shares,
+            }
+            for sample in audit.samples
+        ]
+        # A step audited again replaces its audit and everything a left branch audited after it.
+        kept = [row for row in self._samples if row.get("step", 0) < audit.step]
+        self._samples = [*kept, *rows][-self._samples_keep :]
+        self._files[self._directory.samples] = _dump(self._samples)
+
+    def _take_evaluation(self, line: EvaluationLine) -> None:
+        self.gauge.evaluation = {"step": line.step, "loss": line.loss, "arms": line.arms}
+        if line.step > self.evaluated_step:
+            self.evaluated_step = line.step
+            loss = contract.encode_number(line.loss)
+            assert loss is not None
+            self._records.append(ev.Evaluated(line.step, loss, line.arms))
+
+    def remember_bandit(self, checkpoint: Json) -> None:
+        """The bandit as a verified checkpoint holds it: the operator's view in state.json."""
+        self._files[self._directory.state] = _dump(
+            {
+                "step": checkpoint["step"],
+                "epoch": checkpoint["epoch"],
+                "policy_digest": checkpoint["policy_digest"],
+                "targets_seen": checkpoint["targets_seen"],
+                "bandit": checkpoint["bandit"],
+                "arms": checkpoint["arms"],
+            }
+        )
+
+    # --- what the daemon's commit takes along ---
+
+    def take_records(self) -> list[ev.Record]:
+        records, self._records = self._records, []
+        return records
+
+    def take_unsynced(self) -> tuple[int, int] | None:
+        """(last step, verified steps) when the ledger has to be synced, and then no more."""
+        if not self._unsynced:
+            return None
+        self._unsynced = False
+        return self.history_step, self.verified_steps
+
+    def take_files(self) -> dict[Path, bytes]:
+        files, self._files = self._files, {}
+        return files
+
+    def give_back(self, recorded: tuple[int, int] | None, files: Mapping[Path, bytes]) -> None:
+        """What a commit could not take yet; newer content of a file wins."""
+        self._unsynced = self._unsynced or recorded is not None
+        self._files = {**files, **self._files}
+
+
+def likely_class(before: Json, now: Json) -> str:
+    """code, environment or unexplained: what differs between two environments. Raises nothing: an
+    attempt that read nothing back is unexplained."""
+    if not before or not now:
+        return "unexplained"
+    for name in ("git_commit", "git_dirty", "packages", "settings_digest"):
+        if before.get(name) != now.get(name):
+            return "code"
+    return "environment" if before != now else "unexplained"
+
+
+def _dump(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n"
+
+
+def _list(value: Any, path: Path) -> list[Json]:
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise RunError(f"{path}: expected an array of objects; move the file away to start afresh")
+    return value
+
+
+def _object(value: Any, path: Path) -> Json:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RunError(f"{path}: expected an object; move the file away to start afresh")
+    return value

@@ -1,0 +1,150 @@
+"""What one attempt adds to the history, and what it only proves.
+
+What may live here: the comparison of an attempt's steps with those recorded before, as a pure
+fold over its entries. Reading the ledger and appending to it are the caller's part.
+
+Invariants:
+- A deterministic run ends with exactly one entry a step: a step executed again with equal
+  deterministic fields adds nothing, and counts as verified.
+- Once an attempt has appended a step, it appends every later one: its entry supersedes all that
+  was recorded from there on, so nothing is left to compare with.
+- Handing the lines of an attempt over again, after a restart of the supervisor, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from supervisor.contract import ContractError, Entry, differing_fields
+
+
+class Outcome(StrEnum):
+    """What became of an entry. `APPENDED` and `DIVERGED` ones belong into the ledger."""
+
+    APPENDED = "appended"
+    VERIFIED = "verified"
+    DIVERGED = "diverged"
+    REDELIVERED = "redelivered"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The verdict on one entry. `entry` is complete: attempt and epoch are filled in.
+
+    Where the step diverged, `fields` names what differs from `earlier`. Both are given once more
+    when the diverged step is redelivered, in case the report of it was lost.
+    """
+
+    outcome: Outcome
+    entry: Entry
+    fields: tuple[str, ...] = ()
+    earlier: Entry | None = None
+
+    @property
+    def append(self) -> bool:
+        return self.outcome in (Outcome.APPENDED, Outcome.DIVERGED)
+
+
+class Merge:
+    """Merges the entries of one attempt, which resumed from the checkpoint of step `base`.
+
+    `earlier`, `own_first` and `own_last` are the ledger's tail beyond `base` (`tail_after`).
+    `always_append_first`: the attempt is the first after a pivot, rollback or fork, so that its
+    first step is history of its own even if it equals what the branch left behind had recorded.
+    """
+
+    def __init__(
+        self,
+        attempt: int,
+        epoch: int,
+        base: int,
+        earlier: Mapping[int, Entry],
+        own_first: int | None = None,
+        own_last: int | None = None,
+        always_append_first: bool = False,
+    ) -> None:
+        self.attempt = attempt
+        self.epoch = epoch
+        self.base = base
+        self.last = base
+        self.verified_steps = 0
+        self.first_diverged_step: int | None = None
+        self._earlier = earlier
+        self._own_first = own_first
+        self._own_last = own_last
+        self._always_append_first = always_append_first
+        self._appending = False
+
+    def take(self, entry: Entry) -> Taken:
+        """The verdict on the attempt's next entry. Raises ContractError for an entry of another
+        attempt, for a step that leaves a gap, and for one that contradicts what this attempt
+        recorded before."""
+        entry = self._complete(entry)
+        if self.base < entry.step <= self.last:
+            return Taken(Outcome.REDELIVERED, entry)
+        if entry.step != self.last + 1:
+            raise ContractError(
+                f"attempt {self.attempt}: step {entry.step}, expected {self.last + 1} (it resumed"
+                f" from step {self.base})"
+            )
+        taken = self._judge(entry)
+        self.last = entry.step
+        self._appending = self._appending or taken.append
+        self.verified_steps += taken.outcome is Outcome.VERIFIED
+        if taken.fields and self.first_diverged_step is None:
+            self.first_diverged_step = entry.step
+        return taken
+
+    def _complete(self, entry: Entry) -> Entry:
+        """The entry with the attempt and epoch that a foreign trainer does not know."""
+        attempt = self.attempt if entry.attempt is None else entry.attempt
+        if attempt != self.attempt:
+            raise ContractError(
+                f"attempt {self.attempt}: its receipts hold step {entry.step} of attempt {attempt}"
+            )
+        if entry.attempt is None or entry.epoch is None:
+            epoch = self.epoch if entry.epoch is None else entry.epoch
+            return replace(entry, attempt=attempt, epoch=epoch)
+        return entry
+
+    def _judge(self, entry: Entry) -> Taken:
+        if self._own_first is not None and self._own_last is not None:
+            if entry.step < self._own_first:
+                return self._judge_again(entry)
+            if entry.step <= self._own_last:
+                self._appending = True
+                return self._judge_recorded(entry)
+        if self._appending or not self._comparable(entry):
+            return Taken(Outcome.APPENDED, entry)
+        earlier = self._earlier[entry.step]
+        fields = differing_fields(earlier, entry)
+        if fields:
+            return Taken(Outcome.DIVERGED, entry, fields, earlier)
+        return Taken(Outcome.VERIFIED, entry, (), earlier)
+
+    def _judge_again(self, entry: Entry) -> Taken:
+        """A step before the first that this attempt appended: verified then, so it is now."""
+        earlier = self._earlier.get(entry.step)
+        if earlier is None or differing_fields(earlier, entry):
+            raise ContractError(
+                f"attempt {self.attempt}: step {entry.step} was equal to the recorded one when"
+                f" step {self._own_first} was appended, and is not any more: the receipts or the"
+                " ledger have changed since (`supervisor verify` says which)"
+            )
+        return Taken(Outcome.VERIFIED, entry, (), earlier)
+
+    def _judge_recorded(self, entry: Entry) -> Taken:
+        """A step that an earlier life of the supervisor appended for this attempt."""
+        if entry.step == self._own_first and self._comparable(entry):
+            earlier = self._earlier[entry.step]
+            return Taken(Outcome.REDELIVERED, entry, differing_fields(earlier, entry), earlier)
+        return Taken(Outcome.REDELIVERED, entry)
+
+    def _comparable(self, entry: Entry) -> bool:
+        """Whether the step was recorded before, in the same epoch and branch."""
+        earlier = self._earlier.get(entry.step)
+        if earlier is None or earlier.epoch != entry.epoch:
+            return False
+        return not (self._always_append_first and entry.step == self.base + 1)

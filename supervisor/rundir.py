@@ -1,0 +1,238 @@
+"""The run directory: where things are, who owns it, and how a reader finds out.
+
+What may live here: paths, the two locks, discovery of runs, the reader's view of a run.
+
+Invariants:
+- The owner holds `lock` for life, close-on-exec, before it binds or writes anything. The content
+  of the file is a hint for people; the lock is the truth.
+- Readers never take a lock, because a probing reader makes real starts fail: they look the inode
+  up in /proc/locks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from supervisor import contract
+from supervisor.contract import Json
+
+_DIRECTORIES: Final = (
+    contract.POLICIES,
+    contract.CHECKPOINTS,
+    contract.SUPERSEDED,
+    contract.QUARANTINE,
+    contract.ARCHIVE,
+    contract.RECEIPTS,
+    contract.LOGS,
+    contract.SOCKETS,
+)
+_NETWORK_FILE_SYSTEMS: Final = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lustre", "gpfs", "glusterfs", "ceph"}
+)
+
+
+class RunError(ValueError):
+    """The operator named a run or a directory that cannot be used; the text says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    pid: int | None
+    host: str
+    started: str
+
+    def __str__(self) -> str:
+        who = f"process {self.pid}" if self.pid is not None else "a process"
+        return f"{who} on {self.host}, started {self.started}"
+
+
+class LockHeld(RunError):
+    """Another supervisor owns the run."""
+
+    def __init__(self, directory: Path, owner: Owner) -> None:
+        super().__init__(f"{directory}: already supervised by {owner}")
+        self.owner = owner
+
+
+class RunDirectory:
+    """Paths of one run. Making one touches nothing."""
+
+    def __init__(self, path: Path, run: str) -> None:
+        self.path = path
+        self.run = run
+        self.run_file = path / contract.RUN_FILE
+        self.ledger = path / contract.ledger_name(run)
+        self.samples = path / contract.samples_name(run)
+        self.state = path / contract.state_name(run)
+        self.journal = path / contract.JOURNAL_FILE
+        self.training = path / contract.TRAINING_FILE
+        self.status = path / contract.STATUS_FILE
+        self.lock = path / contract.LOCK_FILE
+        self.trainer_lock = path / contract.TRAINER_LOCK_FILE
+        self.supervisor_log = path / contract.SUPERVISOR_LOG_FILE
+        self.policies = path / contract.POLICIES
+        self.checkpoints = path / contract.CHECKPOINTS
+        self.quarantine = path / contract.QUARANTINE
+        self.receipts = path / contract.RECEIPTS
+        self.logs = path / contract.LOGS
+
+    def create(self) -> None:
+        """Makes the directories, owner-only. Raises RunError on a network file system."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        kind = file_system(self.path)
+        if kind in _NETWORK_FILE_SYSTEMS:
+            raise RunError(
+                f"{self.path}: on a network file system ({kind}), where locks and sockets cannot be"
+                " trusted; put run.directory on a local disk"
+            )
+        for name in _DIRECTORIES:
+            (self.path / name).mkdir(mode=0o700, exist_ok=True)
+
+    def log(self, attempt: int) -> Path:
+        return self.logs / f"{contract.attempt_stem(attempt)}.log"
+
+    def receipt_files(self) -> list[tuple[int, Path]]:
+        """(attempt, path) of every receipt file, in the order of the attempts."""
+        found = []
+        for path in self.receipts.glob("*.jsonl"):
+            attempt = contract.parse_attempt_stem(path.stem)
+            if attempt is not None:
+                found.append((attempt, path))
+        return sorted(found)
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds `path`, as the kernel calls it."""
+    real = str(path.resolve())
+    best, kind = "", "unknown"
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+        _, mounted, found, *_ = line.split(" ")
+        point = mounted.replace("\\040", " ")
+        prefix = point.rstrip("/") + "/"
+        if (real + "/").startswith(prefix) and len(point) >= len(best):
+            best, kind = point, found
+    return kind
+
+
+# --- locks ---
+
+
+def take_lock(directory: RunDirectory) -> int:
+    """Takes the run's lock for life; the descriptor keeps it. Raises LockHeld with the owner."""
+    fd = os.open(directory.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise LockHeld(directory.path, _owner_hint(directory)) from None
+    hint = {
+        "pid": os.getpid(),
+        "host": platform.node(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime()),
+    }
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, orjson.dumps(hint) + b"\n", 0)
+    return fd
+
+
+def take_trainer_lock(directory: RunDirectory) -> int | None:
+    """The descriptor to hand down to a trainer, or None while a writer still lives."""
+    fd = os.open(directory.trainer_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _owner_hint(directory: RunDirectory) -> Owner:
+    # The owner writes its name just after it has the lock; give it that moment.
+    for _ in range(50):
+        try:
+            hint = orjson.loads(directory.lock.read_bytes())
+            return Owner(int(hint["pid"]), str(hint["host"]), str(hint["started"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            time.sleep(0.01)
+    return Owner(None, "an unknown host", "at an unknown time")
+
+
+def lock_holder(path: Path) -> int | None:
+    """The pid that holds a flock on this file, read from /proc/locks, or None.
+
+    A lock that was handed down to a child shows the pid of whoever took it; 0 stands for a holder
+    outside our pid namespace.
+    """
+    try:
+        wanted = os.stat(path)
+    except FileNotFoundError:
+        return None
+    place = f"{os.major(wanted.st_dev):02x}:{os.minor(wanted.st_dev):02x}:{wanted.st_ino}"
+    for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+        fields = line.split()
+        if len(fields) >= 6 and fields[1] == "FLOCK" and fields[5] == place:
+            return int(fields[4])
+    return None
+
+
+# --- the reader's view ---
+
+
+def read_json(path: Path) -> Any:
+    """A sidecar's content, or None where it does not exist. Raises RunError where it is damaged."""
+    try:
+        return orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except orjson.JSONDecodeError as error:
+        raise RunError(f"{path}: not valid JSON ({error}); expected a sidecar of a run") from error
+
+
+def read_status(path: Path) -> Json | None:
+    value = read_json(path / contract.STATUS_FILE)
+    if value is not None and not isinstance(value, dict):
+        raise RunError(f"{path / contract.STATUS_FILE}: expected an object")
+    return value
+
+
+def find_run(named: str | None, root: Path) -> Path:
+    """The directory of a run given by name or directory; None means the one that ran last.
+
+    Raises RunError that says what there is.
+    """
+    if named is not None:
+        for candidate in (Path(named), root / named):
+            if (candidate / contract.JOURNAL_FILE).is_file():
+                return candidate
+        known = ", ".join(sorted(path.name for path in list_runs(root))) or "none"
+        raise RunError(
+            f"no run {named!r}: neither a run directory nor one of those in {root}: {known}"
+        )
+    runs = list_runs(root)
+    if not runs:
+        raise RunError(f"no run in {root}; start one with: supervisor start --config FILE")
+    return max(runs, key=_last_sign_of_life)
+
+
+def list_runs(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    return sorted(path for path in root.iterdir() if (path / contract.JOURNAL_FILE).is_file())
+
+
+def _last_sign_of_life(path: Path) -> tuple[bool, float]:
+    status = path / contract.STATUS_FILE
+    when = (
+        status.stat().st_mtime
+        if status.exists()
+        else (path / contract.JOURNAL_FILE).stat().st_mtime
+    )
+    return lock_holder(path / contract.LOCK_FILE) is not None, when

@@ -1,0 +1,58 @@
+"""Signals to the supervisor, turned into counts that the loop reads.
+
+What may live here: handlers that count, and the wake-up of the loop. A handler does nothing else:
+saving or printing inside one is how runs are lost.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+from types import FrameType
+from typing import Final
+
+
+class Signals:
+    """Installed before the run's lock is taken, so that a stop is honoured from the first moment
+    on; `close` puts the previous handlers back."""
+
+    NUMBERS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = dict.fromkeys(self.NUMBERS, 0)
+        self._taken: dict[int, int] = dict.fromkeys(self.NUMBERS, 0)
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._previous = {number: signal.signal(number, self._count) for number in self.NUMBERS}
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+    def _count(self, number: int, frame: FrameType | None) -> None:
+        self._counts[number] += 1
+
+    def fileno(self) -> int:
+        """Readable once a signal has come."""
+        return self._reader.fileno()
+
+    def drain(self) -> None:
+        """Empties the wake-up pipe; what came is in the counts, so a full pipe loses nothing."""
+        try:
+            while self._reader.recv(4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def take(self, number: signal.Signals) -> int:
+        """How many of this kind came since the last look."""
+        new = self._counts[number] - self._taken[number]
+        self._taken[number] += new
+        return new
+
+    def close(self) -> None:
+        if self._reader.fileno() < 0:
+            return
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._reader.close()
+        self._writer.close()

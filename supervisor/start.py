@@ -1,0 +1,292 @@
+"""`supervisor start`: from a configuration file to a running daemon, and its report at the end.
+
+What may live here: what happens before the loop (settings, the run directory, the lock) and what
+is said after it.
+
+Invariants: everything is validated before anything is touched, and the run directory is written
+only under the run's lock.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import click
+
+from supervisor import client
+from supervisor import config as config
+from supervisor import events as ev
+from supervisor.checkpoints import NoSpace, preflight
+from supervisor.config import ConfigError, Settings
+from supervisor.contract import ExitCode, checkpoint_size_bytes
+from supervisor.daemon import Begin, Daemon, Options
+from supervisor.durable import replace_file
+from supervisor.journal import JournalDamaged, read
+from supervisor.progress import Reporter
+from supervisor.rows import LedgerDamaged
+from supervisor.rundir import LockHeld, RunDirectory, RunError, read_json, take_lock
+from supervisor.signals import Signals
+from supervisor.state import Rules
+from supervisor.tail import printable
+
+DETACH_SECONDS: Final = 60.0
+SAMPLES_SHOWN: Final = 3
+
+
+class Refused(Exception):
+    """The operator's request cannot be carried out; `code` is the exit code it deserves."""
+
+    def __init__(self, text: str, code: ExitCode = ExitCode.USAGE) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the command line of `start` (or of `stop` without a supervisor) asked for."""
+
+    wish: str | None = "run"
+    id: str = ""
+    from_scratch: bool = False
+
+
+def start_from_file(
+    path: str, overrides: Sequence[str], environment: Mapping[str, str], request: Request
+) -> int:
+    """Supervises the run that a configuration file describes. Raises Refused, ConfigError."""
+    settings = config.load(path, overrides, environment)
+    return _supervise(settings, environment, request)
+
+
+def resume_directory(directory: Path, environment: Mapping[str, str], request: Request) -> int:
+    """Supervises a run that exists, under its own recorded settings."""
+    settings = config.load(directory / "run.toml")
+    recorded = settings.tree()
+    recorded["run"]["directory"] = str(directory.resolve())
+    return _supervise(config.parse(recorded, str(directory / "run.toml")), environment, request)
+
+
+def _supervise(settings: Settings, environment: Mapping[str, str], request: Request) -> int:
+    _check_trainer(settings)
+    directory = RunDirectory(Path(settings.run.directory), settings.run.name)
+    _check_space(settings, directory)
+    signals = Signals()
+    reporter = Reporter()
+    lock_fd = -1
+    try:
+        directory.create()
+        lock_fd = take_lock(directory)
+        settings, records = _settle(settings, directory)
+        options = _options(settings, directory, environment)
+        begin = Begin(tuple(records), request.wish, request.id, request.from_scratch)
+        code = Daemon(directory, options, signals, reporter).run(begin)
+        reporter.close()
+        if code == ExitCode.OK:
+            report(directory, settings)
+        return code
+    except LockHeld as held:
+        raise Refused(str(held)) from held
+    except (JournalDamaged, LedgerDamaged, RunError) as damage:
+        raise Refused(str(damage), ExitCode.FAILED) from damage
+    finally:
+        reporter.close()
+        if lock_fd >= 0:
+            os.close(lock_fd)
+        signals.close()
+
+
+def _check_trainer(settings: Settings) -> None:
+    if settings.trainer.command is None and importlib.util.find_spec("torch") is None:
+        raise Refused(
+            "our trainer needs PyTorch, which is not installed here: pip install"
+            " 'trainer-supervisor[trainer]' (or set trainer.command to run a program of your own)"
+        )
+
+
+def _check_space(settings: Settings, directory: RunDirectory) -> None:
+    """Room for all checkpoints that will be kept, and one more while it is written."""
+    vocabulary = settings.model.vocabulary or (
+        config.BYTES_VOCABULARY if settings.tokenizer.kind == "bytes" else None
+    )
+    if vocabulary is None or settings.trainer.command is not None:
+        return
+    size = checkpoint_size_bytes(config.parameter_count(settings.model, vocabulary))
+    there = sum(1 for _ in directory.checkpoints.glob("step_*.bin"))
+    place = directory.path
+    while not place.exists():
+        place = place.parent
+    try:
+        preflight(place, size, max(1, settings.checkpoint.keep_last + 1 - there))
+    except NoSpace as error:
+        raise Refused(
+            f"{error}; free space or lower checkpoint.keep_last", ExitCode.USAGE
+        ) from error
+
+
+def _settle(settings: Settings, directory: RunDirectory) -> tuple[Settings, list[ev.Record]]:
+    """Creates the run, or accepts what may change in one that exists. Under the lock."""
+    if not directory.run_file.exists():
+        settings = config.resolve(settings, uuid.uuid4().hex)
+        replace_file(directory.run_file, config.dump(settings).encode())
+    recorded = config.load(directory.run_file)
+    records: list[ev.Record] = []
+    if not directory.journal.exists() or not read(directory.journal)[0]:
+        assert recorded.run.id is not None
+        records.append(
+            ev.RunCreated(
+                recorded.run.id,
+                recorded.run.name,
+                recorded.training.steps,
+                config.policy_digest(recorded),
+            )
+        )
+        _store_policy(recorded, directory)
+    return _accept(recorded, settings, directory, records)
+
+
+def _store_policy(settings: Settings, directory: RunDirectory) -> None:
+    import tomli_w
+
+    text = tomli_w.dumps({"policy": settings.policy.model_dump(mode="json", exclude_none=True)})
+    replace_file(directory.policies / "0001.toml", text.encode())
+
+
+def _accept(
+    recorded: Settings, requested: Settings, directory: RunDirectory, records: list[ev.Record]
+) -> tuple[Settings, list[ev.Record]]:
+    comparison = config.compare(recorded, requested)
+    identity = [
+        change
+        for change in comparison.identity
+        # A file that still says what it said before the run was extended does not shorten it.
+        if not (change.key == "training.steps" and requested.origins.get(change.key) != "flag")
+    ]
+    if identity:
+        lines = "\n".join(f"  {change}" for change in identity)
+        raise Refused(
+            f"{directory.path} is a run with other settings; these cannot change:\n{lines}\n"
+            "give the new run another run.name (or run.directory), or take the recorded values"
+        )
+    if comparison.policy:
+        lines = "\n".join(f"  {change}" for change in comparison.policy)
+        raise Refused(
+            f"{directory.path}: these change how the run learns; only a pivot may:\n{lines}"
+        )
+    changes = [c for c in comparison.operational if c.key != "run.directory"]
+    if changes:
+        recorded = config.accept(recorded, changes)
+        replace_file(directory.run_file, config.dump(recorded).encode())
+        records.append(
+            ev.SettingsChanged(
+                {change.key: [change.recorded, change.requested] for change in changes},
+                recorded.training.steps,
+            )
+        )
+    return recorded, records
+
+
+def _options(
+    settings: Settings, directory: RunDirectory, environment: Mapping[str, str]
+) -> Options:
+    command = settings.trainer.command or (
+        sys.executable,
+        "-m",
+        "trainer",
+        "--run",
+        str(directory.path.resolve()),
+    )
+    assert settings.run.id is not None
+    return Options(
+        rules=Rules(
+            delay_seconds=settings.restart.delay_seconds,
+            maximum_delay_seconds=settings.restart.maximum_delay_seconds,
+            deaths=settings.restart.deaths,
+            grace_seconds=settings.stop.grace_seconds,
+            signal_after_seconds=settings.stop.signal_after_seconds,
+            start_seconds=settings.hang.start_seconds,
+        ),
+        run_id=settings.run.id,
+        lineage=(),
+        command=command,
+        environment=dict(environment),
+        keep_last=settings.checkpoint.keep_last,
+        keep_every=settings.checkpoint.keep_every,
+        samples_keep=settings.samples.keep,
+    )
+
+
+def report(directory: RunDirectory, settings: Settings) -> None:
+    """What there is to see once a run has stopped: where it stands, its samples, how to go on."""
+    status = read_json(directory.status) or {}
+    phase, step, target = status.get("phase"), status.get("step"), status.get("target_step")
+    click.echo(f"{directory.run}: {phase} at step {step} of {target}, in {directory.path}")
+    evaluation = status.get("evaluation")
+    if evaluation:
+        click.echo(f"held-out loss at step {evaluation['step']}: {evaluation['loss']:.4f} nats")
+        for arm, row in evaluation["arms"].items():
+            click.echo(
+                f"  {arm}: {row['loss']:.4f} nats; the bytes alone have {row['byte_entropy']:.4f}"
+            )
+    samples = read_json(directory.samples) or []
+    newest = [row for row in samples if row["step"] == samples[-1]["step"]] if samples else []
+    for row in newest[:SAMPLES_SHOWN]:
+        click.echo(f"  step {row['step']} | {printable(row['prompt'] + row['text'])}")
+    name = directory.path
+    if phase == "finished":
+        click.echo(
+            "to train on: supervisor start --config FILE"
+            f" --set training.steps={int(target or 0) * 2}"
+            f"\nto see more: supervisor status {name}; supervisor samples {name};"
+            f" python -m trainer generate {name} --prompt 'The '"
+        )
+    elif phase == "stopped":
+        click.echo("to go on: the same start command")
+
+
+def detach(arguments: Sequence[str], directory: Path) -> int:
+    """Runs `supervisor start ...` in a session of its own and waits until it answers.
+
+    Raises Refused with what it printed where it ends before that.
+    """
+    RunDirectory(directory, "run").create()
+    output = directory / "logs" / "supervisor.out"
+    begin = output.stat().st_size if output.exists() else 0
+    with output.open("ab") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "supervisor", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + DETACH_SECONDS
+    while time.monotonic() < deadline:
+        code = process.poll()
+        if code is not None:
+            text = output.read_bytes()[begin:].decode("utf-8", "replace").strip()
+            if code == 0:
+                click.echo(text)
+                return 0
+            raise Refused(text or f"it ended with exit code {code}", ExitCode(code))
+        try:
+            answer = client.ask(
+                directory, "status", id=client.new_request_id(), timeout_seconds=1.0
+            )
+        except (client.NoSupervisor, client.DeadlinePassed):
+            continue
+        if answer.result["supervisor_pid"] == process.pid:
+            click.echo(f"supervisor {process.pid} owns {directory}; it prints to {output}")
+            return 0
+    raise Refused(f"no answer within {DETACH_SECONDS:g} s; look at {output}", ExitCode.DEADLINE)
+
+
+__all__ = ["ConfigError", "Refused", "Request", "detach", "resume_directory", "start_from_file"]

@@ -1,0 +1,244 @@
+"""What the lifecycle knows: its rules, the durable facts, the state, one decision in the making.
+
+What may live here: data and `apply`, the only way the durable part changes. No clock, file, socket,
+process or random source.
+
+Invariants:
+- Every record applied live is also journalled, and start-up folds the same `apply` over the
+  journal: the code that runs live is the code that recovers.
+- `deadline` is the one moment at which the shell must wake us; there are no timers to cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from supervisor import events as ev
+from supervisor.contract import ExitCode, Json
+
+PHASES: Final = (
+    "idle",
+    "starting",
+    "running",
+    "stopping",
+    "backoff",
+    "stopped",
+    "failed",
+    "finished",
+    "stuck",
+)
+TERMINAL: Final = ("stopped", "failed", "finished", "stuck")
+
+# Ends that nobody asked for. `again` is one, but it is not charged to the budget.
+UNPLANNED: Final = ("signal", "killed", "crash", "unknown", "checkpoint", "spawn", "again")
+PERMANENT: Final = {
+    "configuration": "the trainer refused its configuration",
+    "data": "the data, the tokenizer or the checkpoint does not match the run",
+    "non-finite": "the loss or a gradient is not finite; the checkpoints are from before it",
+}
+CAUSES: Final = ("finished", "stopped", *PERMANENT, *UNPLANNED)
+CAUSE_OF_CODE: Final = {
+    int(ExitCode.DATA): "data",
+    int(ExitCode.CONFIGURATION): "configuration",
+    int(ExitCode.CHECKPOINT): "checkpoint",
+    int(ExitCode.NON_FINITE): "non-finite",
+    int(ExitCode.AGAIN): "again",
+}
+AT_ONCE: Final = ("finished", "again")  # ends after which the next attempt need not wait
+REPLIES_KEPT: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings that decisions depend on; all times in seconds."""
+
+    delay_seconds: float = 1.0
+    maximum_delay_seconds: float = 300.0
+    deaths: int = 5
+    grace_seconds: float = 120.0
+    signal_after_seconds: float = 2.0
+    start_seconds: float = 1200.0
+    hasten_seconds: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """What the journal adds up to."""
+
+    run_id: str = ""
+    run: str = ""
+    wish: str = "run"
+    target_step: int = 0
+    epoch: int = 1
+    attempt: int = 0
+    open: ev.AttemptStarted | None = None
+    deaths: int = 0
+    restarts: int = 0
+    best_checkpoint: int | None = None
+    on_disk: frozenset[int] = frozenset()
+    verified: frozenset[int] = frozenset()
+    verified_steps: int = 0
+    diverged_steps: int = 0
+    first_diverged_step: int | None = None
+    last_exit: ev.AttemptEnded | None = None
+    outcome: str = ""
+    reason: str = ""
+    alarms: tuple[tuple[str, str], ...] = ()
+    replies: tuple[ev.Replied, ...] = ()
+    evaluated_step: int = 0
+
+
+def apply(durable: Durable, record: ev.Record) -> Durable:
+    """The only way the durable state changes, live and in recovery alike."""
+    match record:
+        case ev.RunCreated():
+            return replace(
+                durable, run_id=record.run_id, run=record.run, target_step=record.target_step
+            )
+        case ev.Wished(wish="run"):
+            # The operator's start always works: it forgives the deaths and forgets the verdict.
+            return replace(durable, wish="run", deaths=0, outcome="", reason="")
+        case ev.Wished():
+            return replace(durable, wish=record.wish)
+        case ev.SettingsChanged():
+            return replace(durable, target_step=record.target_step, outcome="", reason="")
+        case ev.AttemptStarted():
+            return replace(durable, attempt=record.attempt, open=record, outcome="", reason="")
+        case ev.AttemptEnded():
+            return replace(
+                durable,
+                open=None,
+                last_exit=record,
+                deaths=durable.deaths + int(record.counted),
+                restarts=durable.restarts + int(record.cause in UNPLANNED),
+                verified_steps=durable.verified_steps + record.verified_steps,
+            )
+        case ev.CheckpointCommitted():
+            best = durable.best_checkpoint
+            progress = best is None or record.step > best
+            return replace(
+                durable,
+                best_checkpoint=record.step if progress else best,
+                on_disk=durable.on_disk | {record.step},
+                deaths=0 if progress else durable.deaths,
+            )
+        case ev.CheckpointVerified():
+            return replace(durable, verified=durable.verified | {record.step})
+        case ev.CheckpointQuarantined():
+            return _without(durable, [record.step])
+        case ev.CheckpointsSuperseded() | ev.CheckpointsRemoved():
+            return _without(durable, record.steps)
+        case ev.Evaluated():
+            return replace(durable, evaluated_step=max(durable.evaluated_step, record.step))
+        case ev.ReplayDiverged():
+            first = durable.first_diverged_step
+            return replace(
+                durable,
+                diverged_steps=durable.diverged_steps + 1,
+                first_diverged_step=record.step if first is None else min(first, record.step),
+            )
+        case ev.Alarmed():
+            others = tuple(alarm for alarm in durable.alarms if alarm[0] != record.name)
+            return replace(durable, alarms=(*others, (record.name, record.detail)))
+        case ev.AlarmCleared():
+            return replace(
+                durable,
+                alarms=tuple(alarm for alarm in durable.alarms if alarm[0] != record.name),
+            )
+        case ev.Replied():
+            return replace(durable, replies=(*durable.replies, record)[-REPLIES_KEPT:])
+        case ev.RunFinished():
+            return replace(durable, outcome="finished", reason=f"reached step {record.step}")
+        case ev.RunFailed():
+            return replace(durable, outcome="failed", reason=record.reason)
+        case (
+            ev.SupervisorStarted()
+            | ev.SupervisorEnded()
+            | ev.AttemptSpawned()
+            | ev.AttemptAdopted()
+            | ev.FileRepaired()
+        ):
+            return durable
+
+
+def _without(durable: Durable, steps: Iterable[int]) -> Durable:
+    gone = frozenset(steps)
+    return replace(durable, on_disk=durable.on_disk - gone, verified=durable.verified - gone)
+
+
+def fold(records: Iterable[ev.Record]) -> Durable:
+    durable = Durable()
+    for record in records:
+        durable = apply(durable, record)
+    return durable
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A checkpoint request that no checkpoint has answered yet."""
+
+    id: str
+    at: str
+    operator: bool
+    sent_at: float | None = None
+    seen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Durable facts plus what this life of the supervisor knows. `stage` says where inside its
+    phase it is; `deadline` is the one moment the shell must wake us for."""
+
+    durable: Durable = field(default_factory=Durable)
+    phase: str = "idle"
+    stage: str = ""
+    deadline: float | None = None
+    life: str = ""
+    step: int = 0
+    history_step: int = 0
+    attempt_verified: int = 0
+    trainer_phase: str = ""
+    trainer_pid: int | None = None
+    linked: bool = False
+    intent: str = ""  # why we are stopping: stop, restart, kill
+    escalation: str = ""  # asked, signalled, killed
+    force_at: float = 0.0
+    forced: bool = False
+    why: str = ""
+    from_scratch: bool = False
+    checkpoints: tuple[Pending, ...] = ()
+    stop_ids: tuple[str, ...] = ()
+    restart_ids: tuple[str, ...] = ()
+    verifying: frozenset[int] = frozenset()
+
+
+class Impossible(AssertionError):
+    """An event that cannot happen in this phase happened: our bug, and the end of this life."""
+
+
+class Turn:
+    """One decision in the making: the state so far and the effects so far."""
+
+    def __init__(self, rules: Rules, state: State, now: float) -> None:
+        self.rules = rules
+        self.state = state
+        self.now = now
+        self.effects: list[ev.Effect] = []
+
+    def set(self, **changes: object) -> None:
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+
+    def do(self, *effects: ev.Effect) -> None:
+        self.effects.extend(effects)
+
+    def append(self, record: ev.Record) -> None:
+        self.set(durable=apply(self.state.durable, record))
+        self.do(ev.Append(record))
+
+    def answer(self, id: str, verb: str, outcome: str, why: str = "", **result: object) -> None:
+        """A reply to a mutating request: journalled first, so the same id gets it again."""
+        content: Json = dict(result)
+        self.append(ev.Replied(id, verb, outcome, why, content))
+        self.do(ev.Reply(id, outcome, why, content))

@@ -1,0 +1,113 @@
+"""The status of a run: composed by its supervisor, judged by whoever reads it.
+
+What may live here: the shape of status.json and of `status --json`, and the exit code that a
+reader gives it. The file is a hint; the run's lock says whether anybody stands behind it.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Final
+
+from supervisor import contract
+from supervisor.contract import Json, encode_number
+from supervisor.recorder import Gauge
+from supervisor.rundir import RunDirectory, lock_holder, read_status
+from supervisor.state import TERMINAL, State
+
+SCHEMA_VERSION: Final = 1
+
+RUNNING, DEAD, NOT_RUNNING, UNKNOWN = 0, 1, 3, 4
+
+
+def compose(
+    directory: RunDirectory, state: State, gauge: Gauge, *, trouble: str, supervisor_pid: int
+) -> Json:
+    """Everything `supervisor status` shows. Unknown values are null."""
+    durable = state.durable
+    newest = max(durable.on_disk, default=None)
+    exit_record = durable.last_exit
+    alarms = [{"name": name, "detail": detail} for name, detail in durable.alarms]
+    if trouble:
+        alarms.append({"name": "durability", "detail": trouble})
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run": directory.run,
+        "run_id": durable.run_id,
+        "directory": str(directory.path.resolve()),
+        "time": time.time(),
+        "phase": state.phase,
+        "stage": state.stage,
+        "trainer_phase": state.trainer_phase,
+        "wish": durable.wish,
+        "step": state.step if state.phase not in TERMINAL else state.history_step,
+        "target_step": durable.target_step,
+        "attempt": durable.attempt,
+        "restarts": durable.restarts,
+        "deaths_without_progress": durable.deaths,
+        "epoch": durable.epoch,
+        "arm": gauge.arm,
+        "loss": encode_number(gauge.loss),
+        "loss_ema": encode_number(gauge.loss_ema),
+        "steps_per_second": gauge.steps_per_second if state.phase == "running" else None,
+        "evaluation": gauge.evaluation,
+        "checkpoint": {
+            "step": newest,
+            "path": None if newest is None else str(_path(directory, newest)),
+            "verified": None if newest is None else newest in durable.verified,
+        },
+        "supervisor_pid": supervisor_pid,
+        "trainer_pid": state.trainer_pid,
+        "replay": {
+            "verified_steps": durable.verified_steps + state.attempt_verified,
+            "diverged_steps": durable.diverged_steps,
+            "first_diverged_step": durable.first_diverged_step,
+        },
+        "last_exit": {
+            "cause": exit_record.cause if exit_record else None,
+            "code": exit_record.code if exit_record else None,
+            "signal": exit_record.signal if exit_record else None,
+        },
+        "alarms": alarms,
+        "reason": state.why or durable.reason or None,
+    }
+
+
+def _path(directory: RunDirectory, step: int) -> Path:
+    return directory.path.resolve() / contract.CHECKPOINTS / f"{contract.checkpoint_stem(step)}.bin"
+
+
+def observe(path: Path) -> tuple[Json | None, int]:
+    """The last status of a run and the exit code that says whether it lives.
+
+    0 running, 1 dead though recorded as running, 3 not running, 4 unknown. Takes no lock.
+    """
+    status = read_status(path)
+    owner = lock_holder(path / contract.LOCK_FILE)
+    if status is None:
+        return None, RUNNING if owner is not None else UNKNOWN
+    checkpoint = status.get("checkpoint") or {}
+    age = None
+    if checkpoint.get("path"):
+        file = path / contract.CHECKPOINTS / Path(checkpoint["path"]).name
+        age = time.time() - file.stat().st_mtime if file.exists() else None
+    status["checkpoint"] = {**checkpoint, "age_seconds": age}
+    if status.get("phase") in TERMINAL:
+        code = NOT_RUNNING
+    elif owner is not None:
+        code = RUNNING
+    else:
+        code = DEAD
+        trainer = lock_holder(path / contract.TRAINER_LOCK_FILE) is not None
+        status["reason"] = (
+            "the supervisor is dead; the trainer trains on without it: `supervisor start` takes it"
+            " over"
+            if trainer
+            else "the supervisor is dead and so is the trainer: `supervisor start` resumes"
+        )
+        if not trainer:
+            status["trainer_pid"] = None
+    if owner is None:
+        status["supervisor_pid"] = None
+    return status, code

@@ -1,0 +1,82 @@
+"""The one worker thread: it writes and syncs, so that the loop never waits for a disk.
+
+What may live here: running jobs in the order given and saying how each ended.
+
+Invariants:
+- Jobs run one after the other, in order. The thread owns no state: a job brings its own.
+- A job's failure is an answer like its success; what to do about it is the loop's decision.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Job = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`error` is an OSError (or a failure derived from it) that the job ended with, or None."""
+
+    ticket: int
+    result: Any
+    error: OSError | None
+
+
+class Worker:
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[int, Job] | None] = queue.SimpleQueue()
+        self._outcomes: deque[Outcome | BaseException] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._tickets = 0
+        self._thread = threading.Thread(target=self._work, name="sync-worker", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        """Readable once an outcome is waiting."""
+        return self._wake_fd
+
+    def submit(self, job: Job) -> int:
+        self._tickets += 1
+        self._jobs.put((self._tickets, job))
+        return self._tickets
+
+    def outcomes(self) -> list[Outcome]:
+        """Every job that has ended since. Re-raises what only a bug can raise."""
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            return []
+        found = []
+        while self._outcomes:
+            outcome = self._outcomes.popleft()
+            if isinstance(outcome, BaseException):
+                raise outcome
+            found.append(outcome)
+        return found
+
+    def close(self) -> None:
+        """Finishes what was submitted, then ends the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+        os.close(self._wake_fd)
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            ticket, job = item
+            try:
+                self._outcomes.append(Outcome(ticket, job(), None))
+            except OSError as error:
+                self._outcomes.append(Outcome(ticket, None, error))
+            except BaseException as error:
+                # Our bug: hand it to the loop, which ends this life with it, and stop working.
+                self._outcomes.append(error)
+                os.eventfd_write(self._wake_fd, 1)
+                return
+            os.eventfd_write(self._wake_fd, 1)

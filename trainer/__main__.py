@@ -1,0 +1,322 @@
+"""The command line of the trainer, and how a life begins and ends.
+
+    python -m trainer --config FILE [--set key=value]...   alone, in its own run directory
+    python -m trainer --run DIRECTORY                      for a supervisor, which says which life
+    python -m trainer generate RUN --prompt TEXT           text from a checkpoint
+    python -m trainer check --config FILE                  the data that a policy names, as JSON
+
+What may live here: arguments, the run directory of a trainer that is alone, the first and the last
+thing that every life does. torch is imported as late as possible: by then signals are handled and
+the supervisor knows that we load.
+
+Invariants:
+- A life that began ends with an exit record, wherever receipts can be written.
+- Alone, the trainer holds trainer.lock as it would from a supervisor; a second one is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Final
+
+import orjson
+
+from supervisor import contract
+from supervisor.contract import ContractError, ExitCode
+from supervisor.link import Life, Link, life_from_environment
+
+if TYPE_CHECKING:
+    from supervisor.config import Settings
+
+_DIRECTORIES: Final = (contract.CHECKPOINTS, contract.RECEIPTS, contract.LOGS)
+
+
+def main() -> int:
+    parser = _parser()
+    arguments = parser.parse_args()
+    match arguments.command:
+        case "generate":
+            return _generate(parser, arguments)
+        case "check":
+            return _check(arguments)
+    if arguments.run is not None:
+        return _supervised(parser, arguments.run)
+    if arguments.config is not None:
+        return _alone(arguments)
+    parser.error("one of --config and --run is needed")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="trainer", description="Trains a language model.")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--config", metavar="FILE", type=Path, help="train alone, as FILE says")
+    mode.add_argument("--run", metavar="DIRECTORY", type=Path, help="train for a supervisor")
+    _add_overrides(parser)
+    commands = parser.add_subparsers(dest="command")
+    generate = commands.add_parser("generate", help="text from a checkpoint of a run")
+    generate.add_argument("run", metavar="RUN", help="a run directory, or its name below runs/")
+    generate.add_argument("--prompt", required=True, metavar="TEXT")
+    generate.add_argument("--tokens", type=int, default=120, metavar="N")
+    generate.add_argument("--temperature", type=float, default=0.8, metavar="T")
+    generate.add_argument("--seed", type=int, default=0, metavar="S")
+    generate.add_argument("--step", type=int, metavar="N", help="default: the newest valid one")
+    check = commands.add_parser("check", help="load the data that FILE names; prints JSON")
+    check.add_argument("--config", required=True, metavar="FILE", type=Path)
+    _add_overrides(check)
+    return parser
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="overrides one setting"
+    )
+
+
+# --- the two ways to live -------------------------------------------------------------------------
+
+
+def _supervised(parser: argparse.ArgumentParser, directory: Path) -> int:
+    life = life_from_environment(os.environ)
+    if life is None:
+        parser.error("--run is for a trainer that a supervisor started; alone, use --config")
+
+    def settings() -> Settings:
+        from supervisor import config
+
+        return config.load(directory / contract.RUN_FILE)
+
+    return _live(life, settings)
+
+
+def _alone(arguments: argparse.Namespace) -> int:
+    from supervisor import config
+
+    try:
+        requested = config.load(arguments.config, arguments.set, os.environ)
+        directory = Path(requested.run.directory)
+        for path in (directory, *(directory / name for name in _DIRECTORIES)):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = _take_lock(directory / contract.TRAINER_LOCK_FILE)
+        if lock is None:
+            return ExitCode.FAILED
+        settings = _recorded(directory, requested, str(arguments.config))
+    except config.ConfigError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.CONFIGURATION
+    attempt, epoch = _latest(directory)
+    life = Life(
+        run_directory=directory,
+        attempt=attempt + 1,
+        nonce=secrets.token_hex(8),
+        epoch=max(1, epoch),
+        resume_step=None,
+        supervised=False,
+        lock_fd=lock,
+    )
+    signal.signal(signal.SIGINT, _interrupted)
+    return _live(life, lambda: settings)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    """The first Ctrl-C asks like SIGTERM does; the second is no longer a question."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTERM)
+
+
+def _live(life: Life, read_settings: Callable[[], Settings]) -> int:
+    """One life from its first to its last act; the exit status."""
+    with Link(life) as link:
+        warning = link.install_signal_handlers()
+        if warning is not None:
+            print(warning, file=sys.stderr)
+        link.phase("load")
+        from supervisor import config
+
+        try:
+            settings = read_settings()
+        except config.ConfigError as error:
+            step = life.resume_step or 0
+            return _end(link, "configuration", step, ExitCode.CONFIGURATION, str(error))
+        return _train(link, settings)
+
+
+def _train(link: Link, settings: Settings) -> int:
+    trainer = None
+    try:
+        from trainer import loop
+
+        trainer = loop.Loop(settings, link)
+        why = trainer.run()
+    except Exception as error:
+        code, why = loop.verdict(error) if trainer else (ExitCode.FAILED, "error")
+        step = trainer.step if trainer else link.life.resume_step or 0
+        message = f"{type(error).__name__}: {error}" if code is ExitCode.FAILED else str(error)
+        _end(link, why, step, code, message)
+        if code is ExitCode.FAILED:
+            raise
+        return code
+    return _end(link, why, trainer.step, ExitCode.OK, "")
+
+
+def _end(link: Link, why: str, step: int, code: ExitCode, message: str) -> int:
+    """Writes the exit record; tells a person too."""
+    told = f": {message}" if message else ""
+    print(f"trainer: {why} at step {step}{told}", file=sys.stderr)
+    try:
+        link.farewell(why, step, code, message)
+    except OSError as error:
+        print(f"trainer: the exit record could not be written: {error}", file=sys.stderr)
+    return code
+
+
+# --- a run directory without a supervisor ---------------------------------------------------------
+
+
+def _take_lock(path: Path) -> int | None:
+    """The descriptor that holds trainer.lock, or None, and says so, where another trainer lives."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"{path.parent}: already trained by {_holder(descriptor)}", file=sys.stderr)
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _holder(descriptor: int) -> str:
+    """Who holds a lock on the file, as /proc/locks has it: the process that took it."""
+    status = os.fstat(descriptor)
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+        fields = line.split()
+        if fields[1] == "FLOCK" and fields[5] == place:
+            return f"process {fields[4]}"
+    return "a process that cannot be seen from here"
+
+
+def _recorded(directory: Path, requested: Settings, file: str) -> Settings:
+    """The settings of the run: those on record with operational changes, or the requested ones,
+    which are then on record. Raises ConfigError for a change that would be another run."""
+    from supervisor import config
+
+    path = directory / contract.RUN_FILE
+    if not path.exists():
+        settings = config.resolve(requested, secrets.token_hex(8))
+        _write(path, config.dump(settings))
+        return settings
+    recorded = config.load(path)
+    comparison = config.compare(recorded, requested)
+    refused = [(change, "another value makes another run") for change in comparison.identity]
+    refused += [(change, "a pivot changes it") for change in comparison.policy]
+    if refused:
+        raise config.ConfigError(
+            [
+                config.Problem(
+                    file,
+                    change.key,
+                    change.requested,
+                    f"{change.recorded!r} as recorded in {path}; {reason}",
+                )
+                for change, reason in refused
+            ]
+        )
+    settings = config.accept(recorded, comparison.operational)
+    if comparison.operational:
+        for change in comparison.operational:
+            print(f"changed: {change}", file=sys.stderr)
+        _write(path, config.dump(settings))
+    return settings
+
+
+def _write(path: Path, text: str) -> None:
+    """Replaces the file atomically and durably."""
+    temporary = path.with_name(f"{contract.TEMPORARY_PREFIX}{path.name}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _latest(directory: Path) -> tuple[int, int]:
+    """The highest attempt and epoch that left a trace: in receipts, logs and manifests."""
+    attempts, epochs = [0], [0]
+    for name in (contract.RECEIPTS, contract.LOGS):
+        stems = (path.stem for path in (directory / name).iterdir())
+        attempts += [number for number in map(contract.parse_attempt_stem, stems) if number]
+    for path in (directory / contract.CHECKPOINTS).glob("step_*.json"):
+        try:
+            manifest = contract.parse_manifest(path.read_bytes(), path.name)
+        except ContractError:
+            continue  # whoever selects a checkpoint says what is wrong with it
+        attempts.append(manifest.attempt)
+        epochs.append(manifest.epoch)
+    return max(attempts), max(epochs)
+
+
+# --- commands that only read ----------------------------------------------------------------------
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from supervisor import config
+    from trainer import data
+    from trainer.corpus import DataError
+    from trainer.tokenizer import TokenizerError
+
+    try:
+        found = data.describe(config.load(arguments.config, arguments.set, os.environ))
+    except config.ConfigError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.CONFIGURATION
+    except (DataError, TokenizerError) as error:
+        print(error, file=sys.stderr)
+        return ExitCode.DATA
+    sys.stdout.buffer.write(orjson.dumps(found, option=orjson.OPT_INDENT_2) + b"\n")
+    return ExitCode.OK
+
+
+def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    places = [Path(arguments.run), Path("runs") / arguments.run]
+    directory = next((path for path in places if (path / contract.CHECKPOINTS).is_dir()), None)
+    if directory is None:
+        parser.error(f"no run {arguments.run!r}: neither {places[0]} nor {places[1]} is one")
+    from trainer import generate, loop
+    from trainer.checkpoint import CheckpointDamaged
+
+    expected: tuple[type[Exception], ...] = (
+        *(kind for kind, _, _ in loop.EXIT_CODES),
+        LookupError,
+        CheckpointDamaged,
+    )
+    try:
+        text = generate.generate(
+            directory,
+            arguments.prompt,
+            tokens=arguments.tokens,
+            temperature=arguments.temperature,
+            seed=arguments.seed,
+            step=arguments.step,
+        )
+    except expected as error:
+        print(error, file=sys.stderr)
+        return loop.verdict(error)[0]
+    print(generate.neutralised(text) if sys.stdout.isatty() else text)
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""The data that the settings name: the tokenizer and the arms. No torch here.
+
+What may live here: the way from settings to text that is ready to draw from, and its description
+for a supervisor that checks a policy before it pauses anything.
+
+Invariant: a path in the settings is absolute, so what is loaded does not depend on where the
+process was started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from supervisor import config
+from supervisor.contract import Json
+from trainer import corpus, tokenizer
+from trainer.corpus import Arm, DataError
+from trainer.tokenizer import Tokenizer, TokenizerError
+
+_ROOT: Final = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """`arms` by name, in the order of the policy."""
+
+    tokenizer: Tokenizer
+    arms: dict[str, Arm]
+
+
+def load(settings: config.Settings, give_up: Callable[[], bool] = lambda: False) -> Data | None:
+    """Everything that the policy trains on; None where `give_up` said so between two arms.
+
+    Raises TokenizerError or DataError, which name the setting, the file or the line.
+    """
+    ours = load_tokenizer(settings)
+    arms: dict[str, Arm] = {}
+    for arm in settings.policy.arms:
+        if give_up():
+            return None
+        arms[arm.name] = _load_arm(arm, ours, settings)
+    return Data(ours, arms)
+
+
+def load_tokenizer(settings: config.Settings) -> Tokenizer:
+    """The tokenizer, of the vocabulary that the model was given. Raises TokenizerError."""
+    file = settings.tokenizer.file
+    ours = tokenizer.load(settings.tokenizer.kind, None if file is None else Path(file))
+    wanted = settings.model.vocabulary
+    if wanted not in (None, ours.vocabulary):
+        raise TokenizerError(
+            f"model.vocabulary is {wanted}, but the tokenizer has {ours.vocabulary} ids; leave"
+            " model.vocabulary out or use the tokenizer that it was written for"
+        )
+    return ours
+
+
+def describe(settings: config.Settings) -> Json:
+    """What `load` finds, as JSON: per arm its documents, windows, tokens and digest."""
+    data = load(settings)
+    assert data is not None, "nobody asked to give up"
+    return {
+        "tokenizer": {"rule": data.tokenizer.rule, "digest": data.tokenizer.digest},
+        "policy_digest": config.policy_digest(settings),
+        "arms": {
+            name: {
+                "documents": arm.document_count,
+                "windows": arm.window_count,
+                "tokens": arm.token_count,
+                "heldout_documents": arm.heldout.document_count,
+                "heldout_windows": arm.heldout.window_count,
+                "corpus_digest": arm.digest,
+            }
+            for name, arm in data.arms.items()
+        },
+    }
+
+
+def _load_arm(arm: config.Arm, ours: Tokenizer, settings: config.Settings) -> Arm:
+    loaded = corpus.load_arm(
+        arm.name,
+        files=arm.files,
+        builtin=arm.builtin,
+        tokenizer=ours,
+        context=settings.model.context,
+        holdout_fraction=settings.evaluation.fraction,
+        base=_ROOT,
+        cache=corpus.cache_directory(),
+    )
+    if loaded.window_count == 0:
+        raise DataError(
+            f"arm {arm.name}: nothing is left to train on; add text or lower evaluation.fraction"
+            f" ({settings.evaluation.fraction:g})"
+        )
+    return loaded

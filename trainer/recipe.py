@@ -1,0 +1,287 @@
+"""Settings to objects: model, optimizer, samplers, curriculum, fresh or from a checkpoint.
+
+What may live here: `Training`, the whole of what a step changes, and its two directions: built
+from settings (and the state of a checkpoint), and written out as such a state. The one place
+where settings become objects.
+
+Invariants:
+- A resume is refused before anything is touched: settings, tokenizer and data first, then numbers.
+- Order of a resume: model and optimizer, weights and moments, samplers and curriculum, and the
+  global generators last, because building the others may draw from them.
+- Every component is required. One that is missing stops the resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from supervisor import config, contract, curriculum
+from supervisor.config import Settings
+from supervisor.contract import Json, Manifest
+from supervisor.link import Life
+from trainer import checkpoint, device, model
+from trainer.checkpoint import StateMismatch
+from trainer.data import Data
+from trainer.optimizer import AdamW
+from trainer.sampler import Sampler
+
+AUDITED: Final = "audited_step"
+EVALUATED: Final = "evaluated_step"
+
+
+@dataclass(slots=True)
+class Training:
+    """One training state between two steps, and what it trains on.
+
+    `detectors` remembers the last step that was audited, and evaluated. `lineage` lists the
+    ancestors of the run as (run id, last step).
+    """
+
+    settings: Settings
+    data: Data
+    place: torch.device
+    environment: Json
+    model: model.Decoder
+    optimizer: AdamW
+    samplers: dict[str, Sampler]
+    curriculum: curriculum.State
+    targets_seen: int
+    detectors: dict[str, int]
+    lineage: tuple[tuple[str, int], ...]
+
+    @property
+    def step(self) -> int:
+        """Completed updates."""
+        return self.optimizer.updates
+
+    def state(self) -> Json:
+        """Every component of contract.STATE_COMPONENTS, as JSON."""
+        return {
+            "configuration": self.settings.tree(),
+            "policy_digest": config.policy_digest(self.settings),
+            "tokenizer": {"rule": self.data.tokenizer.rule, "digest": self.data.tokenizer.digest},
+            "arms": {
+                name: {
+                    "corpus_digest": arm.digest,
+                    "windows": arm.window_count,
+                    "sampler": self.samplers[name].state(),
+                }
+                for name, arm in self.data.arms.items()
+            },
+            "bandit": curriculum.to_json(self.curriculum),
+            "rng": device.rng_state(self.place),
+            "updates": self.optimizer.updates,
+            "targets_seen": self.targets_seen,
+            "detectors": dict(self.detectors),
+            "environment": self.environment,
+        }
+
+    def draft(self, life: Life, reason: str, requests: tuple[str, ...]) -> Manifest:
+        """The manifest of a checkpoint taken now; `checkpoint.publish` adds the digests."""
+        flat = self.model.flat
+        return Manifest(
+            run_id=run_id(self.settings),
+            lineage=self.lineage,
+            attempt=life.attempt,
+            step=self.step,
+            epoch=life.epoch,
+            reason=reason,
+            requests=requests,
+            parameters=flat.parameters,
+            size_bytes=contract.checkpoint_size_bytes(flat.parameters),
+            chunks=(),
+            binary_digest="",
+            tensors=flat.tensors,
+            state=self.state(),
+        )
+
+
+def run_id(settings: Settings) -> str:
+    """The id that `config.resolve` gave; a run's name where nobody did."""
+    return settings.run.id or settings.run.name
+
+
+def seed_for(*parts: int | str) -> int:
+    """A seed of its own for each purpose: 63 bits of the SHA-256 of the parts."""
+    text = ":".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+# --- building -------------------------------------------------------------------------------------
+
+
+def prepare_device(settings: Settings) -> torch.device:
+    """The device, with every switch set. Before the first tensor. Raises device.DeviceError."""
+    trainer = settings.trainer
+    place = device.resolve(trainer.device)
+    threads = trainer.threads
+    if not isinstance(threads, int):
+        raise device.DeviceError(
+            f"trainer.threads is {threads!r}: the settings of a run hold a number, decided once"
+        )
+    device.prepare(place, threads=threads, deterministic=trainer.deterministic, tf32=trainer.tf32)
+    return place
+
+
+def shape_of(settings: Settings, vocabulary: int) -> model.Shape:
+    ours = settings.model
+    return model.Shape(
+        vocabulary=vocabulary,
+        width=ours.width,
+        heads=ours.heads,
+        layers=ours.layers,
+        context=ours.context,
+        dropout=ours.dropout,
+    )
+
+
+def fresh(settings: Settings, data: Data, place: torch.device, environment: Json) -> Training:
+    """The state before the first step."""
+    seed = settings.training.seed
+    shape = shape_of(settings, data.tokenizer.vocabulary)
+    decoder = model.build(shape, place, seed=seed_for(seed, "weights"))
+    training = Training(
+        settings=settings,
+        data=data,
+        place=place,
+        environment=environment,
+        model=decoder,
+        optimizer=AdamW(decoder.flat),
+        samplers=_samplers(settings, data),
+        curriculum=curriculum.create(config.curriculum_policy(settings.policy)),
+        targets_seen=0,
+        detectors={AUDITED: 0, EVALUATED: 0},
+        lineage=(),
+    )
+    torch.manual_seed(seed_for(seed, "dropout"))
+    return training
+
+
+def resumed(
+    settings: Settings,
+    data: Data,
+    place: torch.device,
+    environment: Json,
+    directory: Path,
+    manifest: Manifest,
+) -> Training:
+    """The state that the checkpoint `manifest` in `directory` holds, exactly.
+
+    Raises StateMismatch and its like (SamplerError, GeneratorError, curriculum.StateError), or
+    CheckpointDamaged.
+    """
+    state = manifest.state
+    check_fits(manifest, settings, data)
+    shape = shape_of(settings, data.tokenizer.vocabulary)
+    decoder = model.build(shape, place, seed=None)
+    checkpoint.load(directory, manifest, decoder.flat)
+    decoder.assert_views()
+    samplers = _samplers(settings, data)
+    for name, sampler in samplers.items():
+        sampler.restore(_part(state, "arms", name, "sampler"))
+    policy = config.curriculum_policy(settings.policy)
+    training = Training(
+        settings=settings,
+        data=data,
+        place=place,
+        environment=environment,
+        model=decoder,
+        optimizer=AdamW(decoder.flat, updates=manifest.step),
+        samplers=samplers,
+        curriculum=curriculum.from_json(policy, state["bandit"]),
+        targets_seen=state["targets_seen"],
+        detectors={name: _part(state, "detectors", name) for name in (AUDITED, EVALUATED)},
+        lineage=_lineage(manifest, run_id(settings)),
+    )
+    device.restore_rng(state["rng"], place)
+    return training
+
+
+def _samplers(settings: Settings, data: Data) -> dict[str, Sampler]:
+    training = settings.training
+    return {
+        name: Sampler(name, arm.window_count, training.batch_windows, training.seed)
+        for name, arm in data.arms.items()
+    }
+
+
+def _lineage(manifest: Manifest, ours: str) -> tuple[tuple[str, int], ...]:
+    """The manifest's own ancestors, and its run too where this run grew out of that."""
+    if manifest.run_id == ours:
+        return manifest.lineage
+    return (*manifest.lineage, (manifest.run_id, manifest.step))
+
+
+# --- what a checkpoint must agree with ------------------------------------------------------------
+
+
+def check_fits(manifest: Manifest, settings: Settings, data: Data) -> None:
+    """Raises StateMismatch, with both values of everything that differs, unless the checkpoint
+    was written under these settings and with this tokenizer and data."""
+    differences = [
+        *_setting_differences(manifest, settings),
+        *_data_differences(manifest.state, data),
+    ]
+    if differences:
+        listed = "\n  ".join(differences)
+        raise StateMismatch(
+            f"checkpoint {manifest.step} of attempt {manifest.attempt} does not fit:\n  {listed}\n"
+            "Put back what the run began with, or start another run"
+        )
+
+
+def _setting_differences(manifest: Manifest, settings: Settings) -> Iterator[str]:
+    where = f"checkpoint {manifest.step} configuration"
+    try:
+        recorded = config.parse(manifest.state["configuration"], where)
+    except config.ConfigError as error:
+        raise StateMismatch(str(error)) from error
+    comparison = config.compare(recorded, settings)
+    for change in (*comparison.identity, *comparison.policy):
+        # The name may be a fork's, and the target may have been another: neither is state.
+        if not change.key.startswith("run.") and change.key != "training.steps":
+            yield str(change)
+
+
+def _data_differences(state: Json, data: Data) -> Iterator[str]:
+    pairs: list[tuple[str, object, object]] = [
+        ("tokenizer digest", _part(state, "tokenizer", "digest"), data.tokenizer.digest)
+    ]
+    if state["arms"].keys() != data.arms.keys():
+        yield f"arms: saved {sorted(state['arms'])}, now {sorted(data.arms)}"
+        return
+    for name, arm in data.arms.items():
+        digest, windows = (_part(state, "arms", name, key) for key in ("corpus_digest", "windows"))
+        pairs += [
+            (f"arm {name}: corpus digest", digest, arm.digest),
+            (f"arm {name}: windows", windows, arm.window_count),
+        ]
+    for what, saved, now in pairs:
+        if saved != now:
+            yield f"{what}: saved {saved}, now {now}"
+
+
+def _part(state: Mapping[str, Any], *keys: str) -> Any:
+    """The value under nested keys. Raises StateMismatch where one is missing."""
+    value: Any = state
+    for depth, key in enumerate(keys):
+        if not isinstance(value, dict) or key not in value:
+            path = ".".join(keys[: depth + 1])
+            raise StateMismatch(f"the state in the manifest has no {path}; it cannot be resumed")
+        value = value[key]
+    return value
+
+
+def environment_differences(saved: Json, now: Json) -> list[str]:
+    """What the bits may depend on and what has changed since: exactness is not claimed then."""
+    return [
+        f"{key}: then {saved.get(key)!r}, now {now.get(key)!r}"
+        for key in sorted(saved.keys() | now.keys())
+        if saved.get(key) != now.get(key)
+    ]
