@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from supervisor.contract import Entry, parse_receipt
@@ -46,11 +47,11 @@ def entry(step: int) -> Entry:
 
 def write_ledger(path: Path, entries: int) -> None:
     """A synced ledger, written without the product to be quick."""
-    template = json.dumps(entry(1234567).to_json(), separators=(",", ":")).replace("1234567", "%d")
-    row = template.encode().replace(b'"step":%d', b'"step":%(step)d', 1)
+    example = json.dumps(entry(entries).to_json(), separators=(",", ":")).encode()
+    row = example.replace(b'"step":%d' % entries, b'"step":%d', 1)
     with path.open("wb") as file:
         for step in range(1, entries + 1):
-            file.write((b"[\n" if step == 1 else SEPARATOR) + row % {b"step": step})
+            file.write((b"[\n" if step == 1 else SEPARATOR) + row % step)
         file.write(CLOSING)
         file.flush()
         os.fsync(file.fileno())
@@ -67,11 +68,12 @@ def measure_append(directory: Path) -> dict[str, float]:
     for entries in (SMALL, LARGE):
         path = directory / f"append-{entries}.loss.json"
         write_ledger(path, entries)
-        ledgers.append((entries, Ledger.open(path), [0.0] * 0))
+        costs: list[float] = []
+        ledgers.append((entries, Ledger.open(path), costs))
     for number in range(1, APPENDS + 1):
         for entries, ledger, costs in ledgers if number % 2 else ledgers[::-1]:
             item = [entry(entries + number)]
-            costs.append(seconds(lambda ledger=ledger, item=item: ledger.append(item)))
+            costs.append(seconds(partial(ledger.append, item)))
     for _, ledger, _ in ledgers:
         ledger.close()
     small, large = (statistics.median(costs) for _, _, costs in ledgers)

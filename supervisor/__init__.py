@@ -1,7 +1,7 @@
 """The supervisor: it owns a run of days or weeks, and everything on disk that the run consists of.
 
-The map. A module imports only from its own layer and those before it; `trainer`
-may import contract, config, curriculum and link, and nothing of `trainer` is imported here.
+The map. A module imports only from its own layer and those before it. A trainer may import
+contract, config, curriculum and link; nothing of `trainer` is imported here.
 
     0  contract.py             the words and shapes that cross a process boundary
     0  events.py               what the machine hears, speaks and remembers
@@ -9,6 +9,8 @@ may import contract, config, curriculum and link, and nothing of `trainer` is im
     1  projection.py           preferences to shares, shares to picks; arithmetic
     1  curriculum.py           which arm the next step trains on
     1  replay.py               what an attempt adds to the history, and what it only proves
+    1  state.py                what the lifecycle knows
+    1  moves.py                what its decisions are made of: start, spawn, stop, back off, end
     1  machine.py              the lifecycle: decide(state, event), apply(record); no clock, no file
 
     2  schema.py               the settings: tables, keys, rules between values
@@ -23,8 +25,10 @@ may import contract, config, curriculum and link, and nothing of `trainer` is im
     3  recorder.py             receipts into the ledger and the sidecars
     3  readback.py             one checkpoint, proven from the device
     3  checkpoints.py          find, select, set aside, retain
+    3  tail.py                 the end of a log that somebody else writes
 
     4  worker.py               the one thread that waits for the disk
+    4  commit.py               one group of writes, the worker's job
     4  checkpoint_requests.py  what the helper process does with one request
     4  verifier.py             the helper process that reads and removes checkpoints
     4  child.py                one child process and what can be proven about it
@@ -34,10 +38,14 @@ may import contract, config, curriculum and link, and nothing of `trainer` is im
     4  status.py               the status: composed by its supervisor, judged by its readers
 
     5  progress.py             what a person sees of a run in the foreground
+    5  signals.py              signals to the supervisor, as counts that the loop reads
+    5  attendant.py            the living attempt: its process, its lock, its death
+    5  housekeeping.py         the errands to the helper process
     5  daemon.py               the one loop: wait, gather events, decide, make durable, act
     5  client.py               one operator request and its reply
 
     6  doctor.py               what on this machine would get in the way of a run
+    6  start.py                the start command, before the loop and after it
     6  cli.py                  the commands
     6  __main__.py             the entry point; loads what the command needs and no more
 

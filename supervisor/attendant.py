@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from supervisor import child, contract
@@ -66,7 +67,11 @@ class Attendant:
         return child.holders(self._directory.trainer_lock, nonce)
 
     def spawn(
-        self, effect: ev.Spawn, command: Sequence[str], environment: Mapping[str, str]
+        self,
+        effect: ev.Spawn,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        home: Path,
     ) -> ev.Spawned | ev.SpawnFailed:
         """Starts the attempt's process, which holds trainer.lock from its first instruction."""
         lock_fd = take_trainer_lock(self._directory)
@@ -86,6 +91,7 @@ class Attendant:
             self._child = child.spawn(
                 command,
                 environment=given,
+                home=home,
                 log_path=self._directory.log(effect.attempt),
                 lock_fd=lock_fd,
             )

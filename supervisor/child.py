@@ -163,10 +163,12 @@ def spawn(
     command: Sequence[str],
     *,
     environment: Mapping[str, str],
+    home: Path,
     log_path: Path,
     lock_fd: int,
 ) -> Child:
-    """Starts the trainer in a session of its own. Raises OSError where it cannot be started.
+    """Starts the trainer in `home`, in a session of its own. Raises OSError where it cannot be
+    started.
 
     The caller keeps `lock_fd` open until this returns and then closes it: from there on only the
     child holds the lock.
@@ -178,6 +180,7 @@ def spawn(
             stdin=subprocess.DEVNULL,
             stdout=log_fd,
             stderr=log_fd,
+            cwd=home,
             env={**environment, contract.ENV_LOCK_FD: str(lock_fd), "PYTHONUNBUFFERED": "1"},
             pass_fds=(lock_fd,),
             start_new_session=True,

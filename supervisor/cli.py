@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ def main() -> int:
         # Whoever read our output has gone; what was to be said is of no use to anyone.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception:
+        # Whatever gets here is our mistake or a machine that fails us: say all we know, with the
+        # one exit code that tells a service manager to start us again.
+        traceback.print_exc()
+        return int(ExitCode.OURS)
 
 
 def _complain(text: str, code: int) -> int:

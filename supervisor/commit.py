@@ -6,6 +6,7 @@ then the sidecars that can be made again from both.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from supervisor import events as ev
@@ -36,6 +37,7 @@ class Commit:
         self._ledger = ledger
         self._journal = journal
         self._records = records
+        self._last_step = ledger.last.step if ledger.last is not None else None
         self._files = files
 
     def __call__(self) -> None:
@@ -52,14 +54,19 @@ class Commit:
             del self._files[path]
 
     def _line(self, record: ev.Record) -> Json:
-        """The journal line. A checkpoint is bound to the ledger: entry count and SHA-256 of the
-        prefix that ends with its step's entry."""
+        """The journal line. A checkpoint, and the end of a life, is bound to the ledger: entry
+        count and SHA-256 of the prefix that ends with its step's entry."""
         line = ev.record_to_json(record)
         if isinstance(record, ev.CheckpointCommitted):
-            try:
-                count, sha256 = self._ledger.binding(record.step)
-            except LookupError:
-                # Step 0, or a trainer whose metrics nobody reads: there is no entry to bind to.
-                return {**line, "ledger_entries": None, "ledger_sha256": None}
-            return {**line, "ledger_entries": count, "ledger_sha256": sha256}
+            return self._bound(line, record.step)
+        if isinstance(record, ev.AttemptEnded | ev.SupervisorEnded):
+            return self._bound(line, self._last_step)
         return line
+
+    def _bound(self, line: Json, step: int | None) -> Json:
+        count, sha256 = None, None
+        if step is not None:
+            # No entry to bind to: step 0, or a trainer whose metrics nobody reads.
+            with contextlib.suppress(LookupError):
+                count, sha256 = self._ledger.binding(step)
+        return {**line, "ledger_entries": count, "ledger_sha256": sha256}

@@ -705,6 +705,7 @@ ASK: Final[dict[str, _Schema]] = {
     "checkpoint": {"id": (str, _REQUIRED), "at": (str, _REQUIRED)},
     "stop": {"id": (str, _REQUIRED)},
     "restart": {"id": (str, _REQUIRED)},
+    "pin": {"id": (str, _REQUIRED), "step": (int, _REQUIRED), "why": (str, _REQUIRED)},
 }
 
 # Supervisor to operator. `outcome`: done, refused (why), busy (with what), accepted.

@@ -138,7 +138,7 @@ def next_arm(state: State) -> tuple[str, State]:
     """The arm of the next draw, and the state that has counted this pull."""
     picked, credits = pick([arm.credit for arm in state.arms], state.weights)
     arms = tuple(
-        replace(arm, credit=credit, pulls=arm.pulls + (position == picked))
+        ArmState(arm.pulls + (position == picked), arm.ema_loss, arm.ema_reward, credit)
         for position, (arm, credit) in enumerate(zip(state.arms, credits, strict=True))
     )
     return state.policy.arms[picked].name, replace(_count(state, pulls=1), arms=arms)

@@ -55,13 +55,14 @@ SETTLE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the daemon needs of the settings, already checked."""
+    """What the daemon needs of the settings, already checked. `home` is where the command runs:
+    relative paths of the settings begin there."""
 
     rules: Rules
     run_id: str
-    lineage: tuple[tuple[str, int], ...]
     command: Sequence[str]
     environment: Mapping[str, str]
+    home: Path
     keep_last: int
     keep_every: int
     samples_keep: int
@@ -101,6 +102,7 @@ class Daemon:
         self._retry_at: float | None = None
         self._trouble = ""
         self._merging = False
+        self._saved: list[ev.Heard] = []
         self._interrupts = 0
         self._usr1s = 0
         self._next_status = 0.0
@@ -118,7 +120,7 @@ class Daemon:
                 self._gather()
                 self._work_off()
             self._settle()
-            self._write_status(durable=True)
+            self._write_status(durable=True)  # the worker has written it when `_close` is through
             return self._exit.code
         finally:
             self._close()
@@ -141,19 +143,9 @@ class Daemon:
         self.worker = Worker()
         self.wire = Wire(self._directory_fd)
         self.recorder = Recorder(self.directory, self.ledger, self.options.samples_keep)
-        self.housekeeper = Housekeeper(
-            self.directory.path,
-            self.options.run_id,
-            self.options.lineage,
-            emit=self._inbox.append,
-            alarm=self._alarm,
-            seen=self.recorder.remember_bandit,
-        )
         self.poller = zmq.Poller()
         for source in (self.wire.trainer, self.wire.operator):
             self.poller.register(source, zmq.POLLIN)
-        for fd in (self.signals.fileno(), self.worker.fileno(), self.housekeeper.fileno()):
-            self.poller.register(fd, zmq.POLLIN)
         records = [ev.record_from_json(line) for line in lines]
         durable = fold(record for record in records if record is not None)
         self.state = State(durable=durable)
@@ -171,8 +163,20 @@ class Daemon:
                 )
         for record in begin.records:
             self._remember(record)
-        opened = self.state.durable.open
-        self.log.write(f"supervisor {__version__} owns {self.directory.path}")
+        begun = self.state.durable
+        self.housekeeper = Housekeeper(
+            self.directory.path,
+            begun.run_id,
+            begun.lineage,
+            begun.imported,
+            emit=self._inbox.append,
+            alarm=self._alarm,
+            seen=self.recorder.remember_bandit,
+        )
+        for fd in (self.signals.fileno(), self.worker.fileno(), self.housekeeper.fileno()):
+            self.poller.register(fd, zmq.POLLIN)
+        opened = begun.open
+        self.log.write(f"supervisor {__version__} owns {self.directory.path.resolve()}")
         self._feed(
             ev.Opened(
                 time.monotonic(),
@@ -222,8 +226,9 @@ class Daemon:
             moments.append(now + RECEIPT_INTERVAL_SECONDS)
         if self.attendant.reaping:
             moments.append(now + LOOK_INTERVAL_SECONDS)
-        reading = self._merging or self.attendant.reaping
-        if self._inbox or (reading and self._commit is None and not self.recorder.at_end()):
+        if self.recorder.trouble:
+            moments.append(now + RETRY_SECONDS)
+        if self._inbox or self.recorder.behind:
             moments.append(now)
         self.poller.poll(max(0, math.ceil((min(moments) - now) * 1000)))
 
@@ -238,13 +243,21 @@ class Daemon:
         self._pump()
         for message in messages:
             match message:
+                case FromTrainer("saved", content):
+                    self._saved.append(ev.Heard(now, "saved", content))
                 case FromTrainer(verb, content):
                     self._inbox.append(ev.Heard(now, verb, content))
                 case FromOperator("status", content):
                     self.wire.reply(content["id"], "done", "", self.status())
                 case FromOperator(verb, content):
-                    self._inbox.append(ev.Asked(now, content["id"], verb, content.get("at", "now")))
-        if self.attendant.died():
+                    self._inbox.append(_asked(now, verb, content))
+        died = self.attendant.died()
+        if died or self.recorder.at_end():
+            # Only now: a checkpoint is bound to the entry of its step, and the receipt of that was
+            # written before the message.
+            self._inbox.extend(self._saved)
+            self._saved.clear()
+        if died:
             self._inbox.append(ev.Died(now))
         if self.attendant.reaping:
             self._complete_death(now)
@@ -267,9 +280,9 @@ class Daemon:
             )
         if self.signals.take(signal.SIGUSR1):
             self._usr1s += 1
-            self._inbox.append(
-                ev.Asked(now, f"signal-usr1-{self._usr1s}", "checkpoint", operator=False)
-            )
+            # The trainer remembers the requests that it has served, also those of an earlier life.
+            id = f"signal-usr1-{self.state.life}-{self._usr1s}"
+            self._inbox.append(ev.Asked(now, id, "checkpoint", operator=False))
         if self.signals.take(signal.SIGHUP):
             self.log.reopen()
 
@@ -339,7 +352,7 @@ class Daemon:
     def _release(self) -> None:
         """Performs the effects whose records are durable, in order."""
         done = self._commit.number if self._commit is not None else self._batch
-        while self._held and self._held[0][0] < done and self._exit is None:
+        while self._held and self._held[0][0] < done:
             self._perform(self._held.popleft()[1])
 
     def _work_off(self) -> None:
@@ -347,7 +360,7 @@ class Daemon:
         if self._retry_at is not None and now >= self._retry_at and self._commit is not None:
             self._retry_at = None
             self._ticket = self.worker.submit(self._commit)
-        while self._inbox and self._exit is None:
+        while self._inbox:
             self._feed(self._inbox.popleft())
         if self._merging and self.recorder.idle and not self._unsettled():
             self._merging = False
@@ -421,7 +434,8 @@ class Daemon:
         self.housekeeper.retain(
             self.options.keep_last,
             self.options.keep_every,
-            sorted(self.state.durable.verified | {newest_verified}),
+            self.state.durable.pins,
+            self.state.durable.verified | {newest_verified},
         )
 
     def _spawn(self, effect: ev.Spawn) -> None:
@@ -429,7 +443,9 @@ class Daemon:
         self.recorder.forget_before(effect.attempt)
         self.recorder.follow(effect.attempt, effect.resume_step, effect.epoch)
         self._inbox.append(
-            self.attendant.spawn(effect, self.options.command, self.options.environment)
+            self.attendant.spawn(
+                effect, self.options.command, self.options.environment, self.options.home
+            )
         )
 
     def _adopt(self, pid: int) -> None:
@@ -477,11 +493,11 @@ class Daemon:
         self.reporter.show(status)
         content = orjson.dumps(status, option=orjson.OPT_INDENT_2) + b"\n"
         path = self.directory.status
-        if durable:
-            replace_file(path, content)
-            return
 
         def write() -> None:
+            if durable:
+                replace_file(path, content)
+                return
             # A hint, not a fact: replaced whole, never synced.
             temporary = path.with_name(f"{contract.TEMPORARY_PREFIX}{path.name}")
             temporary.write_bytes(content)
@@ -502,3 +518,14 @@ _INTERRUPT_WORDS: Final = {
     "hasten": "stopping sooner: SIGTERM now, SIGKILL in a few seconds (Ctrl-C again: SIGKILL now)",
     "kill": "killing the trainer",
 }
+
+
+def _asked(now: float, verb: str, content: Json) -> ev.Asked:
+    return ev.Asked(
+        now,
+        content["id"],
+        verb,
+        content.get("at", "now"),
+        step=content.get("step", 0),
+        why=content.get("why", ""),
+    )

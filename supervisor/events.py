@@ -27,6 +27,36 @@ class RunCreated:
 
 
 @dataclass(frozen=True, slots=True)
+class RunForked:
+    """The run begins with a checkpoint and the canonical history of another. `lineage` lists the
+    ancestors as [run id, last step]; `attempt` is the last one of the parent."""
+
+    parent_directory: str
+    lineage: list[list[Any]]
+    step: int
+    attempt: int
+    ledger_entries: int
+    ledger_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunImported:
+    """The run begins with files of another program; its checkpoints have no manifests."""
+
+    source: str
+    ledger_entries: int
+    steps: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class FileStored:
+    """A file that is written rarely and must not change by itself: run.toml, a policy."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class SupervisorStarted:
     """One life of the supervisor. `life` is a random word; nonces of attempts derive from it."""
 
@@ -117,6 +147,14 @@ class CheckpointVerified:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointPinned:
+    """Retention never removes it: something else was built on it."""
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointQuarantined:
     step: int
     reason: str
@@ -192,6 +230,9 @@ class RunFailed:
 
 Record = (
     RunCreated
+    | RunForked
+    | RunImported
+    | FileStored
     | SupervisorStarted
     | SupervisorEnded
     | Wished
@@ -202,6 +243,7 @@ Record = (
     | AttemptEnded
     | CheckpointCommitted
     | CheckpointVerified
+    | CheckpointPinned
     | CheckpointQuarantined
     | CheckpointsSuperseded
     | CheckpointsRemoved
@@ -288,6 +330,8 @@ class Asked:
     verb: str
     at: str = "now"
     operator: bool = True
+    step: int = 0
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

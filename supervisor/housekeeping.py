@@ -29,12 +29,17 @@ class Housekeeper:
         run_directory: Path,
         run_id: str,
         lineage: Iterable[tuple[str, int]],
+        bare_allowed: bool,
         *,
         emit: Callable[[ev.Event], None],
         alarm: Callable[[str, str], None],
         seen: Callable[[Json], None],
     ) -> None:
-        self._identity: Json = {"run_id": run_id, "lineage": [list(item) for item in lineage]}
+        self._identity: Json = {
+            "run_id": run_id,
+            "lineage": [list(item) for item in lineage],
+            "bare_allowed": bare_allowed,
+        }
         self._emit = emit
         self._alarm = alarm
         self._seen = seen
@@ -95,7 +100,9 @@ class Housekeeper:
         request = {"step": step, "set_aside": True, "time": time.time()}
         self._ask(verified, "verify", **request, **self._identity)
 
-    def retain(self, keep_last: int, keep_every: int, verified_steps: list[int]) -> None:
+    def retain(
+        self, keep_last: int, keep_every: int, pins: Iterable[int], verified_steps: Iterable[int]
+    ) -> None:
         def retained(reply: Reply) -> None:
             self._alarm("retention", "" if reply.ok else reply.error)
             if reply.ok:
@@ -106,8 +113,8 @@ class Housekeeper:
             "retain",
             keep_last=keep_last,
             keep_every=keep_every,
-            pins=[],
-            verified_steps=verified_steps,
+            pins=sorted(pins),
+            verified_steps=sorted(verified_steps),
         )
 
     def _ask(self, done: Callable[[Reply], None], do: str, **request: Any) -> None:

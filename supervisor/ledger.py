@@ -261,7 +261,8 @@ def _repair(path: Path, descriptor: int, end: int) -> Repair | None:
         end = 0
     closing = CLOSING if end else OPENING + CLOSING
     found = read_range(descriptor, end, end + len(closing))
-    start = end + _common_bytes(found, closing)  # what is dropped begins here
+    whole = next(n for n in range(len(closing), -1, -1) if found.startswith(closing[:n]))
+    start = end + whole  # what is dropped begins here
     if found == closing and start == size:
         return None
     meaningful = without_nuls(descriptor, start, size)
@@ -279,12 +280,6 @@ def _repair(path: Path, descriptor: int, end: int) -> Repair | None:
         repair = replace(repair, set_aside=str(aside))
     mend(descriptor, end, closing)
     return repair if size else None
-
-
-def _common_bytes(one: bytes, other: bytes) -> int:
-    """How many bytes the two have in common from their beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 # --- readers --------------------------------------------------------------------------------------

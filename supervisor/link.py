@@ -30,8 +30,6 @@ from supervisor.durable import preallocate
 
 PREALLOCATED_BYTES: Final = 4 * 1024 * 1024
 STEP_MESSAGE_INTERVAL_SECONDS: Final = 0.05
-SIGTERM_REQUEST: Final = "signal:term"
-SIGUSR1_REQUEST: Final = "signal:usr1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +108,19 @@ class Link:
         self._stop: dict[str, str] = {}
         self._pause: str | None = None
         self._exit_now = False
-        self._served: list[str] = []
+        self._served: dict[str, dict[str, Any]] = {}  # request -> the message that it was served
         self._previous_handlers: dict[int, Any] = {}
         self._terms = 0
         self._usr1s = 0
         self._usr1s_taken = 0
         self._pid = os.getpid()
-        self._directory_fd = -1
+        # Through an open descriptor: a long path fits, and a renamed run directory is followed.
+        self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.directory = Path(f"/proc/self/fd/{self._directory_fd}")
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         if life.supervised:
-            self._connect(directory)
+            self._connect()
 
     def __enter__(self) -> Link:
         return self
@@ -199,7 +199,7 @@ class Link:
 
     def farewell(self, why: str, step: int, code: int, message: str = "") -> None:
         """Writes and syncs the exit record, the last line of this life, and says goodbye."""
-        requests = [*self._served, *(i for i in self._stop if not i.startswith("signal:"))]
+        requests = list({**self._served, **self._stop})
         self.record(ExitLine(why=why, step=step, code=code, requests=requests, message=message))
         self.sync()
         self._send("farewell", why=why, step=step)
@@ -259,9 +259,13 @@ class Link:
                     self._say_hello()
 
     def _take(self, requests: dict[str, str], content: Mapping[str, Any]) -> None:
-        if content["id"] not in self._served:
-            requests[content["id"]] = content["at"]
-        self._send("seen", id=content["id"])
+        id = content["id"]
+        self._send("seen", id=id)
+        if id in self._served:
+            # It was served, and the supervisor that was told has died since.
+            self._send("saved", **self._served[id])
+        else:
+            requests[id] = content["at"]
 
     # --- what the trainer says ---
 
@@ -283,17 +287,17 @@ class Link:
         self, step: int, digest: str, reason: str, requests: tuple[str, ...], seconds: float
     ) -> None:
         """A checkpoint is committed: its requests are served and never served again."""
+        content = {
+            "step": step,
+            "digest": digest,
+            "reason": reason,
+            "requests": list(requests),
+            "seconds": seconds,
+        }
         for request in requests:
             self._checkpoints.pop(request, None)
-            self._served.append(request)
-        self._send(
-            "saved",
-            step=step,
-            digest=digest,
-            reason=reason,
-            requests=list(requests),
-            seconds=seconds,
-        )
+            self._served[request] = content
+        self._send("saved", **content)
 
     def paused(self, step: int, request: str) -> None:
         self._pause = None
@@ -330,9 +334,7 @@ class Link:
             return False
         return True
 
-    def _connect(self, directory: Path) -> None:
-        # Through an open descriptor: a long path fits, and a renamed run directory is followed.
-        self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def _connect(self) -> None:
         self._context = zmq.Context()
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
@@ -340,7 +342,5 @@ class Link:
         socket.set(zmq.IMMEDIATE, 1)
         socket.set(zmq.RECONNECT_IVL, 100)
         socket.set(zmq.MAXMSGSIZE, contract.MESSAGE_BYTES_MAX)
-        socket.connect(
-            f"ipc:///proc/self/fd/{self._directory_fd}/{contract.SOCKETS}/{contract.TRAINER_SOCKET}"
-        )
+        socket.connect(f"ipc://{self.directory}/{contract.SOCKETS}/{contract.TRAINER_SOCKET}")
         self._socket = socket

@@ -321,10 +321,20 @@ def _ask_kill(turn: Turn, event: ev.Asked) -> None:
         moves.kill(turn)
 
 
+def _ask_pin(turn: Turn, event: ev.Asked) -> None:
+    if event.step not in turn.state.durable.on_disk:
+        steps = sorted(turn.state.durable.on_disk)
+        turn.answer(event.id, "pin", "refused", f"no checkpoint of step {event.step}; have {steps}")
+        return
+    turn.append(ev.CheckpointPinned(event.step, event.why))
+    turn.answer(event.id, "pin", "done", step=event.step)
+
+
 _VERBS: Final[dict[str, Callable[[Turn, ev.Asked], None]]] = {
     "checkpoint": _ask_checkpoint,
     "stop": _ask_stop,
     "restart": _ask_restart,
+    "pin": _ask_pin,
     "hasten": _ask_hasten,
     "kill": _ask_kill,
 }

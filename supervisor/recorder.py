@@ -131,6 +131,11 @@ class Recorder:
         """Nothing is left to read of the files that `merge_leftovers` named."""
         return not self._waiting and self.at_end()
 
+    @property
+    def behind(self) -> bool:
+        """There is more to take in at once; not so while the disk refuses what is owed."""
+        return not self._owed and not self.idle
+
     def at_end(self) -> bool:
         """Everything that the current receipt file holds by now has been taken in."""
         file = self._file

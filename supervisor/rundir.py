@@ -96,6 +96,12 @@ class RunDirectory:
         for name in _DIRECTORIES:
             (self.path / name).mkdir(mode=0o700, exist_ok=True)
 
+    def enter(self) -> RunDirectory:
+        """The same run from inside. Who works on a run for weeks stands in its directory: a rename
+        of it, or of a directory above, then changes nothing."""
+        os.chdir(self.path)
+        return RunDirectory(Path(), self.run)
+
     def log(self, attempt: int) -> Path:
         return self.logs / f"{contract.attempt_stem(attempt)}.log"
 
@@ -155,14 +161,20 @@ def take_trainer_lock(directory: RunDirectory) -> int | None:
 
 
 def _owner_hint(directory: RunDirectory) -> Owner:
-    # The owner writes its name just after it has the lock; give it that moment.
+    # The owner writes its name just after it has the lock; until then it is the name of the owner
+    # before, or none. Give it that moment.
+    owner = Owner(None, "an unknown host", "at an unknown time")
     for _ in range(50):
         try:
             hint = orjson.loads(directory.lock.read_bytes())
-            return Owner(int(hint["pid"]), str(hint["host"]), str(hint["started"]))
+            owner = Owner(int(hint["pid"]), str(hint["host"]), str(hint["started"]))
         except (OSError, ValueError, KeyError, TypeError):
             time.sleep(0.01)
-    return Owner(None, "an unknown host", "at an unknown time")
+            continue
+        if owner.pid == lock_holder(directory.lock):
+            return owner
+        time.sleep(0.01)
+    return owner
 
 
 def lock_holder(path: Path) -> int | None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,7 +27,7 @@ from supervisor import config as config
 from supervisor import events as ev
 from supervisor.checkpoints import NoSpace, preflight
 from supervisor.config import ConfigError, Settings
-from supervisor.contract import ExitCode, checkpoint_size_bytes
+from supervisor.contract import ExitCode, Json, checkpoint_size_bytes, digest
 from supervisor.daemon import Begin, Daemon, Options
 from supervisor.durable import replace_file
 from supervisor.journal import JournalDamaged, read
@@ -35,7 +35,7 @@ from supervisor.progress import Reporter
 from supervisor.rows import LedgerDamaged
 from supervisor.rundir import LockHeld, RunDirectory, RunError, read_json, take_lock
 from supervisor.signals import Signals
-from supervisor.state import Rules
+from supervisor.state import Rules, fold
 from supervisor.tail import printable
 
 DETACH_SECONDS: Final = 60.0
@@ -76,9 +76,10 @@ def resume_directory(directory: Path, environment: Mapping[str, str], request: R
 
 
 def _supervise(settings: Settings, environment: Mapping[str, str], request: Request) -> int:
-    _check_trainer(settings)
     directory = RunDirectory(Path(settings.run.directory), settings.run.name)
-    _check_space(settings, directory)
+    if request.wish != "stop":
+        _check_trainer(settings)
+        _check_space(settings, directory)
     signals = Signals()
     reporter = Reporter()
     lock_fd = -1
@@ -88,10 +89,11 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         settings, records = _settle(settings, directory)
         options = _options(settings, directory, environment)
         begin = Begin(tuple(records), request.wish, request.id, request.from_scratch)
-        code = Daemon(directory, options, signals, reporter).run(begin)
+        inside = directory.enter()
+        code = Daemon(inside, options, signals, reporter).run(begin)
         reporter.close()
         if code == ExitCode.OK:
-            report(directory, settings)
+            report(inside)
         return code
     except LockHeld as held:
         raise Refused(str(held)) from held
@@ -139,7 +141,8 @@ def _settle(settings: Settings, directory: RunDirectory) -> tuple[Settings, list
         replace_file(directory.run_file, config.dump(settings).encode())
     recorded = config.load(directory.run_file)
     records: list[ev.Record] = []
-    if not directory.journal.exists() or not read(directory.journal)[0]:
+    journal = read(directory.journal)[0] if directory.journal.exists() else []
+    if not journal:
         assert recorded.run.id is not None
         records.append(
             ev.RunCreated(
@@ -150,7 +153,25 @@ def _settle(settings: Settings, directory: RunDirectory) -> tuple[Settings, list
             )
         )
         _store_policy(recorded, directory)
-    return _accept(recorded, settings, directory, records)
+    elif (steps := recorded.training.steps) != (promised := _target_step(journal)):
+        # An earlier start was killed between run.toml and its record.
+        records.append(ev.SettingsChanged({"training.steps": [promised, steps]}, steps))
+    settings, accepted = _accept(recorded, settings, directory)
+    return settings, [*records, *accepted, *_stored(directory, journal)]
+
+
+def _target_step(journal: list[Json]) -> int:
+    return fold(filter(None, map(ev.record_from_json, journal))).target_step
+
+
+def _stored(directory: RunDirectory, journal: list[Json]) -> Iterator[ev.FileStored]:
+    """The digest of each rarely written file whose content is not on record yet."""
+    known = {line["file"]: line["sha256"] for line in journal if line["record"] == "file_stored"}
+    for path in (directory.run_file, *sorted(directory.policies.glob("*.toml"))):
+        file = str(path.relative_to(directory.path))
+        sha256 = digest(path.read_bytes())
+        if known.get(file) != sha256:
+            yield ev.FileStored(file, sha256)
 
 
 def _store_policy(settings: Settings, directory: RunDirectory) -> None:
@@ -161,8 +182,9 @@ def _store_policy(settings: Settings, directory: RunDirectory) -> None:
 
 
 def _accept(
-    recorded: Settings, requested: Settings, directory: RunDirectory, records: list[ev.Record]
+    recorded: Settings, requested: Settings, directory: RunDirectory
 ) -> tuple[Settings, list[ev.Record]]:
+    records: list[ev.Record] = []
     comparison = config.compare(recorded, requested)
     identity = [
         change
@@ -215,20 +237,21 @@ def _options(
             start_seconds=settings.hang.start_seconds,
         ),
         run_id=settings.run.id,
-        lineage=(),
         command=command,
         environment=dict(environment),
+        home=Path.cwd(),
         keep_last=settings.checkpoint.keep_last,
         keep_every=settings.checkpoint.keep_every,
         samples_keep=settings.samples.keep,
     )
 
 
-def report(directory: RunDirectory, settings: Settings) -> None:
+def report(directory: RunDirectory) -> None:
     """What there is to see once a run has stopped: where it stands, its samples, how to go on."""
     status = read_json(directory.status) or {}
     phase, step, target = status.get("phase"), status.get("step"), status.get("target_step")
-    click.echo(f"{directory.run}: {phase} at step {step} of {target}, in {directory.path}")
+    place = directory.path.resolve()
+    click.echo(f"{directory.run}: {phase} at step {step} of {target}, in {place}")
     evaluation = status.get("evaluation")
     if evaluation:
         click.echo(f"held-out loss at step {evaluation['step']}: {evaluation['loss']:.4f} nats")
@@ -240,13 +263,12 @@ def report(directory: RunDirectory, settings: Settings) -> None:
     newest = [row for row in samples if row["step"] == samples[-1]["step"]] if samples else []
     for row in newest[:SAMPLES_SHOWN]:
         click.echo(f"  step {row['step']} | {printable(row['prompt'] + row['text'])}")
-    name = directory.path
     if phase == "finished":
         click.echo(
             "to train on: supervisor start --config FILE"
             f" --set training.steps={int(target or 0) * 2}"
-            f"\nto see more: supervisor status {name}; supervisor samples {name};"
-            f" python -m trainer generate {name} --prompt 'The '"
+            f"\nto see more: supervisor status {place}; supervisor samples {place};"
+            f" python -m trainer generate {place} --prompt 'The '"
         )
     elif phase == "stopped":
         click.echo("to go on: the same start command")

@@ -77,7 +77,10 @@ class Durable:
     deaths: int = 0
     restarts: int = 0
     best_checkpoint: int | None = None
+    lineage: tuple[tuple[str, int], ...] = ()
+    imported: bool = False
     on_disk: frozenset[int] = frozenset()
+    pins: frozenset[int] = frozenset()
     verified: frozenset[int] = frozenset()
     verified_steps: int = 0
     diverged_steps: int = 0
@@ -97,6 +100,13 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
             return replace(
                 durable, run_id=record.run_id, run=record.run, target_step=record.target_step
             )
+        case ev.RunForked():
+            lineage = tuple((str(run_id), int(step)) for run_id, step in record.lineage)
+            return replace(durable, lineage=lineage, attempt=record.attempt)
+        case ev.RunImported():
+            return replace(durable, imported=True)
+        case ev.CheckpointPinned():
+            return replace(durable, pins=durable.pins | {record.step})
         case ev.Wished(wish="run"):
             # The operator's start always works: it forgives the deaths and forgets the verdict.
             return replace(durable, wish="run", deaths=0, outcome="", reason="")
@@ -159,6 +169,7 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
             | ev.AttemptSpawned()
             | ev.AttemptAdopted()
             | ev.FileRepaired()
+            | ev.FileStored()
         ):
             return durable
 

@@ -141,7 +141,7 @@ class Verifier:
             "-m",
             "supervisor.verifier",
             "--directory",
-            os.path.abspath(run_directory),
+            os.fspath(run_directory),
         ]
         self._epoll = select.epoll()
         self._process: subprocess.Popen[bytes] | None = None

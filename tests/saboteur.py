@@ -1,11 +1,16 @@
 """A trainer without torch, which can misbehave on command.
 
 It speaks the link, writes receipts and small checkpoints, and resumes; a deterministic function of
-the step stands in for training. Faults come by environment, SABOTEUR_FAULTS: a comma-separated
-list of `name@step` or `name@step#attempt` (every attempt without `#`). The file SABOTEUR_GATE, if
-named, holds training at a step until a test raises the number in it.
+the step stands in for training. Steps and cadence come from run.toml. Run by the supervisor as
+`trainer.command`, without arguments; what it is to do wrong comes by the environment:
 
-Run by the supervisor as `trainer.command`; the arguments are: steps, cadence.
+- SABOTEUR_FAULTS: a comma-separated list of `name@when` or `name@when#attempt` (in every attempt
+  without `#`), where `when` is a step or one of load, hello, exit (before the exit line) and gone
+  (after it). Names: kill, segv, deaf, exitN (leaves with code N, and says so in its exit line),
+  crashN (leaves with code N without a word), wrong (another loss than last time), gap (skips a
+  step), stray (leaves a process behind that holds the lock), and torn:STAGE, a kill inside the
+  publication of this step's checkpoint, for the stages of `checkpoint_kit.publish`.
+- SABOTEUR_GATE: a file with a number; training is held at that step until the file says more.
 """
 
 from __future__ import annotations
@@ -13,19 +18,25 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import checkpoint_kit
 
 from supervisor import contract
-from supervisor.contract import Entry, EnvironmentLine
+from supervisor.contract import AuditLine, Entry, EnvironmentLine, EvaluationLine
 from supervisor.link import Link, life_from_environment
 
-PARAMETERS = int(os.environ.get("SABOTEUR_PARAMETERS", "6"))
+PARAMETERS = 6
+HELD_SECONDS = 0.005  # how long a step would take that the gate does not let happen
+MOMENTS = ("load", "hello", "exit", "gone")
+WORDS = {65: "data", 75: "again", 78: "configuration", 80: "non-finite"}
 
 
 def loss_of(step: int) -> float:
@@ -34,126 +45,163 @@ def loss_of(step: int) -> float:
     return 2.0 + int.from_bytes(word[:4], "little") / 2**32
 
 
-def faults(attempt: int) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
+def planned_faults(attempt: int) -> dict[str, list[str]]:
+    """What this attempt does wrong: when -> names."""
+    found: dict[str, list[str]] = {}
     for item in filter(None, os.environ.get("SABOTEUR_FAULTS", "").split(",")):
         name, _, where = item.partition("@")
-        step, _, only = where.partition("#")
+        when, _, only = where.partition("#")
+        assert when in MOMENTS or when.isdecimal(), item
         if not only or int(only) == attempt:
-            found.setdefault(int(step), []).append(name)
+            found.setdefault(when, []).append(name)
     return found
 
 
-def held(step: int) -> bool:
-    gate = os.environ.get("SABOTEUR_GATE")
-    return gate is not None and step >= int(Path(gate).read_text())
+class Saboteur:
+    """One life. `step` is the number of completed updates."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.life = link.life
+        with (link.directory / contract.RUN_FILE).open("rb") as file:
+            settings = tomllib.load(file)
+        self.run_id: str = settings["run"]["id"]
+        self.target: int = settings["training"]["steps"]
+        self.cadence: int = settings["checkpoint"]["every"]
+        self.planned = planned_faults(link.life.attempt)
+        self.step = self.saved = link.life.resume_step or 0
+
+    def run(self) -> int:
+        self.misbehave("load")
+        self.link.record(EnvironmentLine(self.life.attempt, {"saboteur": True}))
+        self.link.hello(self.step, PARAMETERS, "0" * 64)
+        self.misbehave("hello")
+        while not self.boundary():
+            if self.held():
+                time.sleep(HELD_SECONDS)
+            else:
+                self.update()
+        self.misbehave("exit")
+        self.link.farewell("finished" if self.step >= self.target else "stopped", self.step, 0)
+        self.misbehave("gone")
+        return 0
+
+    def boundary(self) -> bool:
+        """Saves if that is due. True: this life is over."""
+        regular = self.step % self.cadence == 0 or self.step == self.target
+        due = self.link.due(cadence=regular and self.step > self.saved)
+        if due.reason is not None and self.step > 0:
+            self.save(due.reason, due.requests)
+        return due.stop or self.step >= self.target
+
+    def held(self) -> bool:
+        gate = os.environ.get("SABOTEUR_GATE")
+        return gate is not None and self.step >= int(Path(gate).read_text())
+
+    def update(self) -> None:
+        self.step += 1
+        self.misbehave(str(self.step))
+        names = self.planned.get(str(self.step), ())
+        if "gap" in names:
+            return
+        loss = loss_of(self.step) + (1e-9 if "wrong" in names else 0.0)
+        life, seen = self.life, 10 * self.step
+        self.link.record(
+            Entry(self.step, loss, time.time(), life.attempt, life.epoch, "prose", seen, 1e-3)
+        )
+
+    def save(self, reason: str, requests: tuple[str, ...]) -> None:
+        begin = time.monotonic()
+        step, life = self.step, self.life
+        self.link.phase("save")
+        samples = [{"prompt": "The ", "text": f"step {step}"}]
+        self.link.record(AuditLine(step, time.time(), life.attempt, life.epoch, samples, {}))
+        self.link.record(EvaluationLine(step, life.attempt, loss_of(-step), {}))
+        self.link.sync()
+        data = checkpoint_kit.binary(step, PARAMETERS)
+        manifest = checkpoint_kit.manifest(
+            data,
+            step,
+            PARAMETERS,
+            run_id=self.run_id,
+            attempt=life.attempt,
+            reason=reason,
+            requests=requests,
+        )
+        directory = self.link.directory / contract.CHECKPOINTS
+        torn = [n[5:] for n in self.planned.get(str(step), ()) if n.startswith("torn:")]
+        if not (directory / f"{contract.checkpoint_stem(step)}.bin").exists():
+            checkpoint_kit.publish(
+                directory,
+                step,
+                data,
+                manifest.to_bytes(),
+                attempt=life.attempt,
+                nonce=life.nonce,
+                stop_before=torn[0] if torn else None,
+            )
+        if torn:
+            kill()
+        seconds = time.monotonic() - begin
+        self.link.saved(step, manifest.binary_digest, reason, requests, seconds)
+        self.saved = step
+
+    # --- what goes wrong ---
+
+    def misbehave(self, when: str) -> None:
+        for name in self.planned.get(when, ()):
+            if name == "kill":
+                kill()
+            elif name == "segv":
+                signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGSEGV)
+            elif name == "deaf":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                while True:
+                    signal.pause()
+            elif name == "stray":
+                leave_stray(self.life.lock_fd)
+            elif name.startswith("exit"):
+                code = int(name[4:])
+                message = f"the saboteur leaves with {code}"
+                self.link.farewell(WORDS[code], self.step, code, message)
+                sys.exit(code)
+            elif name.startswith("crash"):
+                print("the saboteur crashes", file=sys.stderr)
+                os._exit(int(name[5:]))
 
 
-def commit_fault(name: str) -> None:
-    match name:
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "segv":
-            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGSEGV)
-        case "hang":
-            while True:
-                signal.pause()
-        case "deaf":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            while True:
-                time.sleep(3600)
-        case _ if name.startswith("exit"):
-            print(f"the saboteur leaves with {name[4:]}", file=sys.stderr)
-            sys.exit(int(name[4:]))
+def kill() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("nobody survives SIGKILL")
+
+
+# No SIGTERM for it, and no end of its own.
+STRAY = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
+
+
+def leave_stray(lock_fd: int | None) -> None:
+    """A process of another session that holds the lock."""
+    assert lock_fd is not None
+    stray = subprocess.Popen(
+        [sys.executable, "-c", STRAY],
+        stdout=subprocess.PIPE,
+        pass_fds=(lock_fd,),
+        start_new_session=True,
+    )
+    assert stray.stdout is not None
+    stray.stdout.readline()
 
 
 def main() -> int:
-    target, cadence = int(sys.argv[1]), int(sys.argv[2])
     life = life_from_environment(os.environ)
     if life is None:
         print("the saboteur needs a supervisor", file=sys.stderr)
         return contract.ExitCode.CONFIGURATION
-    planned = faults(life.attempt)
-    run_id = os.environ.get("SABOTEUR_RUN_ID") or _run_id(life.run_directory)
     with Link(life) as link:
         link.install_signal_handlers()
         link.phase("load")
-        for name in planned.get(-1, []):
-            commit_fault(name)
-        step = life.resume_step or 0
-        link.record(EnvironmentLine(life.attempt, {"saboteur": True}))
-        link.hello(step, PARAMETERS, "0" * 64)
-        checkpoints = life.run_directory / contract.CHECKPOINTS
-        while True:
-            due = link.due(cadence=step > 0 and (step % cadence == 0 or step == target))
-            if due.reason is not None and step > 0:
-                save(link, checkpoints, step, due.reason, due.requests, run_id, planned)
-            if due.stop or step >= target:
-                why = "finished" if step >= target else "stopped"
-                for name in planned.get(-2, []):
-                    commit_fault(name)
-                link.farewell(why, step, 0)
-                for name in planned.get(-3, []):
-                    commit_fault(name)
-                return 0
-            if held(step):
-                link._socket and link._socket.poll(5)  # noqa: B018 - waits for a message or 5 ms
-                continue
-            step += 1
-            for name in planned.get(step, []):
-                commit_fault(name)
-            loss = loss_of(step)
-            if "wrong" in planned.get(step, []):
-                loss += 1e-9
-            link.record(
-                Entry(step, loss, time.time(), life.attempt, life.epoch, "prose", 10 * step, 1e-3)
-            )
-
-
-def save(
-    link: Link,
-    checkpoints: Path,
-    step: int,
-    reason: str,
-    requests: tuple[str, ...],
-    run_id: str,
-    planned: dict[int, list[str]],
-) -> None:
-    begin = time.monotonic()
-    link.phase("save")
-    link.sync()
-    data = checkpoint_kit.binary(step, PARAMETERS)
-    manifest = checkpoint_kit.manifest(
-        data,
-        step,
-        PARAMETERS,
-        run_id=run_id,
-        attempt=link.life.attempt,
-        reason=reason,
-        requests=requests,
-    )
-    stop_before = next((n[5:].replace("_", " ") for n in planned.get(step, []) if n[:5] == "torn:"), None)
-    if not (checkpoints / f"{contract.checkpoint_stem(step)}.bin").exists():
-        checkpoint_kit.publish(
-            checkpoints,
-            step,
-            data,
-            manifest.to_bytes(),
-            attempt=link.life.attempt,
-            nonce=link.life.nonce,
-            stop_before=stop_before,
-        )
-    if stop_before is not None:
-        os.kill(os.getpid(), signal.SIGKILL)
-    link.saved(step, manifest.binary_digest, reason, requests, time.monotonic() - begin)
-
-
-def _run_id(directory: Path) -> str:
-    import tomllib
-
-    with (directory / contract.RUN_FILE).open("rb") as file:
-        return str(tomllib.load(file)["run"]["id"])
+        return Saboteur(link).run()
 
 
 if __name__ == "__main__":

@@ -318,6 +318,8 @@ def test_arms_that_cannot_be_scheduled(file: Path, arms: str, key: str, expected
 def test_a_rule_is_not_judged_on_a_value_that_is_itself_wrong(file: Path) -> None:
     """One mistake is one problem: no second one about the default that stood in for it."""
     assert len(problems(file, f"[samples]\nprompts = [5]\n{ARM}")) == 1
+    (found,) = problems(file, ARM.replace("docs", "Prose!", 1))
+    assert (found.key, found.value) == ("policy.arms[0].name", "Prose!")
     assert len(problems(file, f'[model]\nheads = "x"\nwidth = 130\n{ARM}')) == 1
     assert len(problems(file, ARM + "capp = 0.1\nfloor = 0.0\n")) == 1
     assert len(problems(file, f"[training]\nsteps = 0\nwarmup_steps = 700\n{ARM}")) == 1
@@ -597,6 +599,8 @@ def test_arms_are_compared_by_name(file: Path) -> None:
     gone = config.compare(created, load(file, ARM)).policy
     assert gone[0] == ("policy.arms", ["docs", "code"], ["docs"])
     assert ("policy.arms.code.builtin", "python-source", None) in gone
+    more = config.compare(config.resolve(load(file, ARM), "f" * 32), load(file, two)).policy
+    assert ("policy.arms.code.builtin", None, "python-source") in more
     turned = tomli_w.dumps({"policy": {"arms": tomllib.loads(two)["policy"]["arms"][::-1]}})
     assert config.compare(created, load(file, turned)).policy == [
         ("policy.arms", ["docs", "code"], ["code", "docs"])

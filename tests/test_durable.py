@@ -344,8 +344,10 @@ def test_after_a_failed_sync_everything_since_the_last_good_one_is_written_throu
     def lossy(fd: int) -> None:
         synced.append(fd)
         if len(synced) == 1:
+            os.lseek(fd, 1, os.SEEK_SET)  # a duplicate of this descriptor would share the position
             path.write_bytes(b"[\n1\n]\n")
             raise OSError(errno.EIO, "lost")
+        assert os.lseek(fd, 0, os.SEEK_CUR) == 0
         fdatasync(fd)
 
     monkeypatch.setattr(os, "fdatasync", lossy)
@@ -419,6 +421,15 @@ def test_an_append_does_not_wait_for_a_sync_in_another_thread(
     release.set()
     thread.join()
     assert growing.unsynced_bytes == len(b",\n2"), "the later append was not part of that sync"
+
+    def lossy(fd: int) -> None:
+        path.write_bytes(b"[\n1\n]\n")
+        monkeypatch.setattr(os, "fdatasync", lambda fd: None)
+        raise OSError(errno.EIO, "lost")
+
+    monkeypatch.setattr(os, "fdatasync", lossy)
+    growing.sync()
+    assert path.read_bytes() == b"[\n1,\n2\n]\n", "and was kept in memory for the next"
 
 
 def test_space_is_reserved_ahead_and_a_refusal_is_told(

@@ -174,6 +174,16 @@ def rebind_data(model: Decoder) -> None:
     model.output_head.data = model.output_head.data.clone()
 
 
+def transpose_data(model: Decoder) -> None:
+    layer = model.layers[0]
+    assert isinstance(layer.output, torch.nn.Parameter)
+    layer.output.data = layer.output.data.t()
+
+
+def flatten_data(model: Decoder) -> None:
+    model.output_head.data = model.output_head.data.flatten()
+
+
 def swap_data(model: Decoder) -> None:
     first, second = model.layers[0], model.layers[1]
     assert isinstance(first.up, torch.nn.Parameter)
@@ -193,6 +203,8 @@ def add_parameter(model: Decoder) -> None:
         change_dtype,
         assign_state,
         rebind_data,
+        transpose_data,
+        flatten_data,
         swap_data,
         add_parameter,
     ],

@@ -382,6 +382,25 @@ def test_a_hole_of_nuls_ends_the_history_and_what_stood_behind_it_is_set_aside(
     assert aside.read_bytes() == content[second:]
 
 
+def test_a_hole_far_before_the_tail_is_found(path: Path) -> None:
+    content = bytearray(file_of(*range(1, 5001)))
+    content[ends(*range(1, 5001))[1000] - 5] = 0
+    path.write_bytes(content)
+    ledger = Ledger.open(path)
+    ledger.close()
+    assert ledger.count == 1000
+    assert path.read_bytes() == file_of(*range(1, 1001))
+
+
+@pytest.mark.parametrize("garbage", [b"x" * 400_000, b"\nline" * 80_000])
+def test_a_torn_tail_longer_than_one_look_back_hides_no_entry(path: Path, garbage: bytes) -> None:
+    path.write_bytes(file_of(1, 2).removesuffix(CLOSING) + b",\n" + garbage)
+    assert [item.step for item in iterate_backward(path)] == [2, 1]
+    ledger = Ledger.open(path)
+    ledger.close()
+    assert path.read_bytes() == file_of(1, 2)
+
+
 def test_a_tail_of_nuls_of_any_size_is_cut(path: Path) -> None:
     with path.open("wb") as file:
         file.write(file_of(1, 2))

@@ -317,6 +317,32 @@ def test_dropout_follows_the_global_generator_in_training_only() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("branch", ["attention.output", "mlp.down"])
+def test_dropout_acts_on_each_branch_of_a_layer(branch: str) -> None:
+    model = build(replace(TINY, layers=1, dropout=0.5), CPU, seed=2)
+    other = {"attention.output": "mlp.down", "mlp.down": "attention.output"}[branch]
+    model.flat.view(model.flat.weights, f"layers.0.{other}").zero_()
+    hidden = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(4)
+    with torch.no_grad():
+        noisy = model.layers[0](hidden) - hidden
+        exact = model.layers[0].eval()(hidden) - hidden
+    dropped = noisy.abs() < 1e-6
+    assert 0.3 < dropped.double().mean().item() < 0.7
+    torch.testing.assert_close(noisy[~dropped], 2 * exact[~dropped], rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_acts_on_the_embeddings() -> None:
+    model = build(replace(TINY, dropout=0.5), CPU, seed=2)
+    for tensor in model.flat.tensors:
+        if tensor.name.endswith(("attention.output", "mlp.down")):
+            model.flat.view(model.flat.weights, tensor.name).zero_()
+    tokens = tokens_of(TINY, 3, 6)
+    torch.manual_seed(4)
+    noisy = model.logits(tokens)
+    assert not torch.allclose(noisy, model.eval().logits(tokens))
+
+
 def test_without_dropout_training_draws_nothing() -> None:
     model = build(TINY, CPU, seed=2)
     tokens = tokens_of(TINY, 2, 6)
