@@ -425,10 +425,8 @@ class Daemon:
         step = result.get("step")
         if not isinstance(step, int):
             return result
-        return {**result, "path": str(self._checkpoint_path(step))}
-
-    def _checkpoint_path(self, step: int) -> Path:
-        return self.directory.checkpoints / f"{contract.checkpoint_stem(step)}.bin"
+        path = self.directory.checkpoints / f"{contract.checkpoint_stem(step)}.bin"
+        return {**result, "path": str(path.resolve())}
 
     def _retain(self, newest_verified: int) -> None:
         self.housekeeper.retain(

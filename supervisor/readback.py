@@ -199,7 +199,7 @@ def regions(start: int, stop: int, parameters: int) -> str:
 def _opened(path: Path) -> Iterator[tuple[int, int]]:
     """The descriptor and the size in bytes of a regular file."""
     # NONBLOCK: a fifo that took the file's place must not hold us inside open.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

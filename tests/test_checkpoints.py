@@ -286,6 +286,8 @@ def test_an_error_of_the_machine_condemns_nothing(
 
     monkeypatch.setattr(os, "open", fail)
     with pytest.raises(OSError, match=os.strerror(number)):
+        verify(only(run, 200), RUN_ID)
+    with pytest.raises(OSError, match=os.strerror(number)):
         select(run, RUN_ID, time=TIME)
     assert [found.step for found in find(run / "checkpoints")] == [100, 200]
     assert names(run / "quarantine") == []
@@ -344,6 +346,15 @@ def test_verify_survives_any_bytes_in_a_manifest(run: Path, raw: bytes) -> None:
         verify(only(run, 100), RUN_ID)
 
 
+def test_verify_survives_a_manifest_that_is_nested_too_deep_to_write(run: Path) -> None:
+    made = write_checkpoint(run / "checkpoints", 100)
+    deep = b'"detectors":{"a":' + b"[" * 400 + b"]" * 400 + b"}"
+    raw = made.to_bytes().replace(b'"detectors":{}', deep)
+    member(run, 100, ".json").write_bytes(raw)
+    with pytest.raises(Damaged, match=r"step_000100\.json: Recursion limit"):
+        verify(only(run, 100), RUN_ID)
+
+
 def test_verify_refuses_a_chunk_list_that_is_no_digest(run: Path) -> None:
     write(run, 100, chunks=("not hexadecimal",))
     with pytest.raises(Damaged, match=r"step_000100\.json"):
@@ -357,7 +368,7 @@ def test_verify_refuses_a_manifest_of_unreasonable_size_unread(run: Path) -> Non
         verify(only(run, 100), RUN_ID)
 
 
-def test_verify_refuses_what_became_a_link_or_a_pipe_or_nothing(run: Path) -> None:
+def test_verify_refuses_what_became_a_pipe_or_nothing(run: Path) -> None:
     write(run, 100)
     found = only(run, 100)
     found.binary.unlink()
@@ -481,6 +492,16 @@ def test_quarantine_never_overwrites_what_is_there(run: Path) -> None:
         assert len(now) == len(kept) + 3
         kept = now
     assert {"step_000200.bin", "step_000200.2.json", "step_000200.3.reason.json"} <= set(kept)
+
+
+@pytest.mark.parametrize("ending", [".bin", ".json", ".reason.json"])
+def test_quarantine_respects_whatever_is_left_of_an_earlier_one(run: Path, ending: str) -> None:
+    (run / "quarantine").mkdir()
+    (run / "quarantine" / f"step_000200{ending}").write_bytes(b"kept by the operator")
+    write(run, 200)
+    moved_to = quarantine(run, only(run, 200), "for the test", time=TIME)
+    assert moved_to == "quarantine/step_000200.2.bin"
+    assert (run / "quarantine" / f"step_000200{ending}").read_bytes() == b"kept by the operator"
 
 
 def test_quarantine_writes_the_reason_before_it_moves_anything(
@@ -882,6 +903,19 @@ def test_retain_ignores_a_verified_step_that_somebody_deleted(run: Path) -> None
     write(run, 100, 200, 300)
     assert retain(run, 2, 0, (), [300, 400]) == [100]
     assert retain(run, 2, 0, (), [400]) == []
+
+
+def test_retain_does_not_mind_an_operator_who_is_faster(run: Path) -> None:
+    write(run, 100, 200, 300, 400)
+
+    def tick() -> None:
+        for path in (
+            member(run, step, ending) for step in (100, 200) for ending in (".bin", ".json")
+        ):
+            path.unlink(missing_ok=True)
+
+    assert retain(run, 2, 0, (), [400], tick=tick) == [100, 200]
+    assert [found.step for found in find(run / "checkpoints")] == [300, 400]
 
 
 def test_retain_removes_the_binary_durably_before_its_manifest(

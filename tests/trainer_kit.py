@@ -103,6 +103,9 @@ class CuedLink(Link):
         super().__init__(life)
         self.script = dict(script or {})
 
+    def __enter__(self) -> CuedLink:
+        return self
+
     def record(self, receipt: Receipt) -> None:
         super().record(receipt)
         if isinstance(receipt, Entry) and receipt.step in self.script:

@@ -1,0 +1,286 @@
+"""Commands that only look: status, list, logs, samples, checkpoints, doctor.
+
+What may live here: reading a run directory and printing it. Nothing here can stop a run.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from supervisor.contract import CHECKPOINTS, LOGS, Json, parse_attempt_stem
+from supervisor.terminal import complain, find, json_option, print_json, run_argument, runs
+
+
+@click.command()
+@run_argument
+@json_option
+@click.option("--config", "show_config", is_flag=True, help="Each setting and where it came from.")
+def status(run: str | None, as_json: bool, show_config: bool) -> int:
+    """Where a run stands. Exit code: 0 running, 1 dead, 3 not running, 4 unknown."""
+    from supervisor import status as view
+
+    directory = find(run)
+    if show_config:
+        return _show_config(directory)
+    found, code = view.observe(directory)
+    if found is None:
+        complain(f"{directory}: no status yet", code)
+    elif as_json:
+        print_json(found)
+    else:
+        click.echo(status_text(found, code))
+    return code
+
+
+def _show_config(directory: Path) -> int:
+    from supervisor import config
+
+    settings = config.load(directory / "run.toml", (), os.environ)
+    for section, table in settings.tree().items():
+        for key, value in table.items():
+            origin = settings.origins.get(f"{section}.{key}", "default")
+            click.echo(f"{section}.{key} = {value!r}  ({origin})")
+    return 0
+
+
+_STATE_WORDS = {0: "running", 1: "DEAD", 3: "not running", 4: "unknown"}
+
+
+def status_text(status: Json, code: int) -> str:
+    """The status for a person: state and reason first, then where it stands."""
+    from supervisor.progress import number
+
+    checkpoint = status["checkpoint"]
+    replay = status["replay"]
+    exit_record = status["last_exit"]
+    lines = [
+        f"{status['run']}: {_STATE_WORDS[code]}, phase {status['phase']}"
+        + (f" ({status['reason']})" if status["reason"] else ""),
+        f"  step        {status['step']} of {status['target_step']}",
+        f"  loss        {number(status['loss'])}  average {number(status['loss_ema'])}",
+        f"  attempt     {status['attempt']}, restarts {status['restarts']}, epoch"
+        f" {status['epoch']}, wish {status['wish']}",
+        f"  processes   supervisor {status['supervisor_pid'] or '-'}, trainer"
+        f" {status['trainer_pid'] or '-'}",
+    ]
+    if checkpoint["step"] is not None:
+        age = checkpoint.get("age_seconds")
+        verified = "verified" if checkpoint["verified"] else "not verified yet"
+        lines.append(
+            f"  checkpoint  step {checkpoint['step']}, {verified}"
+            + (f", {age:.0f} s old" if age is not None else "")
+        )
+    if exit_record["cause"]:
+        lines.append(
+            f"  last exit   {exit_record['cause']} (code {exit_record['code']}, signal"
+            f" {exit_record['signal']})"
+        )
+    if replay["verified_steps"] or replay["diverged_steps"]:
+        first = replay["first_diverged_step"]
+        lines.append(
+            f"  replay      {replay['verified_steps']} steps executed again and equal,"
+            f" {replay['diverged_steps']} diverged" + (f" (first: {first})" if first else "")
+        )
+    lines.extend(f"  ALARM       {alarm['name']}: {alarm['detail']}" for alarm in status["alarms"])
+    return "\n".join(lines)
+
+
+@click.command(name="list")
+@json_option
+def list_command(as_json: bool) -> int:
+    """All runs in runs/."""
+    from supervisor import status as view
+    from supervisor.rundir import list_runs
+
+    rows = []
+    for path in list_runs(runs()):
+        found, code = view.observe(path)
+        rows.append(
+            {
+                "run": path.name,
+                "state": _STATE_WORDS[code],
+                "phase": found["phase"] if found else None,
+                "step": found["step"] if found else None,
+                "target_step": found["target_step"] if found else None,
+                "loss": found["loss"] if found else None,
+            }
+        )
+    if as_json:
+        print_json({"schema_version": 1, "runs": rows})
+        return 0
+    if not rows:
+        click.echo(f"no runs in {runs()}; start one with: supervisor start --config FILE")
+    for row in rows:
+        click.echo(
+            f"{row['run']:<24} {row['state']:<12} {row['phase'] or '-':<10}"
+            f" step {row['step']}/{row['target_step']}  loss {row['loss']}"
+        )
+    return 0
+
+
+@click.command()
+@run_argument
+@click.option("-n", "lines", type=int, default=20, show_default=True, help="Lines from the end.")
+@click.option("-f", "follow", is_flag=True, help="Follow; Ctrl-C leaves the run alone.")
+@click.option("--attempt", type=int, default=None, help="Which attempt; the newest by default.")
+@click.option("--supervisor", "own", is_flag=True, help="The supervisor's own log instead.")
+def logs(run: str | None, lines: int, follow: bool, attempt: int | None, own: bool) -> int:
+    """What the trainer printed."""
+    from supervisor.tail import follow as follow_file
+    from supervisor.tail import last_lines
+
+    directory = find(run)
+    path = directory / "supervisor.log" if own else _log_of(directory, attempt)
+    click.echo("".join(last_lines(path, lines)), nl=False)
+    if follow:
+        for text in follow_file(path):
+            click.echo(text, nl=False)
+    return 0
+
+
+def _log_of(directory: Path, attempt: int | None) -> Path:
+    from supervisor.rundir import RunError
+
+    known = {
+        number: path
+        for path in (directory / LOGS).glob("*.log")
+        if (number := parse_attempt_stem(path.stem)) is not None
+    }
+    if not known:
+        raise RunError(f"{directory}: no attempt has run yet")
+    chosen = max(known) if attempt is None else attempt
+    if chosen not in known:
+        raise RunError(f"{directory}: no attempt {chosen}; there are {sorted(known)}")
+    return known[chosen]
+
+
+@click.command()
+@run_argument
+@json_option
+@click.option("-n", "count", type=int, default=6, show_default=True, help="How many, newest last.")
+def samples(run: str | None, as_json: bool, count: int) -> int:
+    """What the model writes: the newest sample audits."""
+    from supervisor.contract import samples_name
+    from supervisor.rundir import read_json
+    from supervisor.tail import printable
+
+    directory = find(run)
+    name = (_status_of(directory) or {}).get("run", directory.name)
+    rows = (read_json(directory / samples_name(name)) or [])[-count:] if count > 0 else []
+    if as_json:
+        print_json({"schema_version": 1, "samples": rows})
+        return 0
+    for row in rows:
+        prompt, text = printable(row["prompt"]), printable(row["text"])
+        click.echo(f"step {row['step']:>7} | {click.style(prompt, bold=True)}{text}")
+    return 0
+
+
+def _status_of(directory: Path) -> Json | None:
+    from supervisor.rundir import read_status
+
+    return read_status(directory)
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def checkpoints(context: click.Context) -> None:
+    """The checkpoints of a run: `list` (default) and `show`."""
+    if context.invoked_subcommand is None:
+        context.invoke(checkpoints_list, run=None, as_json=False)
+
+
+@checkpoints.command(name="list")
+@run_argument
+@json_option
+def checkpoints_list(run: str | None, as_json: bool) -> int:
+    """All checkpoints, oldest first."""
+    rows = [_checkpoint_row(directory) for directory in _found_checkpoints(find(run))]
+    if as_json:
+        print_json({"schema_version": 1, "checkpoints": rows})
+        return 0
+    for row in rows:
+        click.echo(
+            f"step {row['step']:>9}  {row['size_bytes']:>14,} bytes  {row['reason']:<9}"
+            f" attempt {row['attempt']}  {row['path']}"
+        )
+    return 0
+
+
+@checkpoints.command(name="show")
+@click.argument("step", type=int)
+@run_argument
+@json_option
+def checkpoints_show(step: int, run: str | None, as_json: bool) -> int:
+    """One checkpoint, with its digests and where its tensors are."""
+    from supervisor.contract import checkpoint_stem, parse_manifest
+    from supervisor.rundir import RunError
+
+    path = find(run) / CHECKPOINTS / f"{checkpoint_stem(step)}.json"
+    if not path.is_file():
+        raise RunError(f"no checkpoint of step {step}: {path} is not there")
+    manifest = parse_manifest(path.read_bytes(), str(path))
+    shown = {
+        "schema_version": 1,
+        "step": manifest.step,
+        "run_id": manifest.run_id,
+        "attempt": manifest.attempt,
+        "epoch": manifest.epoch,
+        "reason": manifest.reason,
+        "parameters": manifest.parameters,
+        "size_bytes": manifest.size_bytes,
+        "binary_digest": manifest.binary_digest,
+        "targets_seen": manifest.state["targets_seen"],
+        "tensors": [tensor.to_json() for tensor in manifest.tensors],
+    }
+    if as_json:
+        print_json(shown)
+        return 0
+    for key, value in shown.items():
+        if key != "tensors":
+            click.echo(f"{key:<14} {value}")
+    for tensor in manifest.tensors:
+        click.echo(f"  {tensor.offset:>12} {tensor.name:<32} {list(tensor.shape)}")
+    return 0
+
+
+def _found_checkpoints(directory: Path) -> list[Any]:
+    from supervisor.checkpoints import find
+
+    return find(directory / CHECKPOINTS)
+
+
+def _checkpoint_row(found: Any) -> Json:
+    from supervisor.contract import parse_manifest
+
+    row: Json = {
+        "step": found.step,
+        "path": str(found.binary),
+        "size_bytes": found.binary.stat().st_size,
+        "reason": "bare",
+        "attempt": None,
+    }
+    if found.manifest is not None:
+        manifest = parse_manifest(found.manifest.read_bytes(), str(found.manifest))
+        row |= {"reason": manifest.reason, "attempt": manifest.attempt}
+    return row
+
+
+@click.command()
+@json_option
+@click.option("--directory", type=click.Path(), default=None, help="Where runs would live.")
+def doctor(as_json: bool, directory: str | None) -> int:
+    """What this machine offers: PyTorch, devices, disk, sockets, signals."""
+    from supervisor import doctor as examination
+
+    findings = examination.examine(Path(directory) if directory else runs())
+    if as_json:
+        print_json({"schema_version": 1, "findings": [f.to_json() for f in findings]})
+    else:
+        for finding in findings:
+            click.echo(f"{finding.mark} {finding.name:<16} {finding.detail}")
+    return 1 if any(finding.verdict == "bad" for finding in findings) else 0
