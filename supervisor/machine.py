@@ -39,18 +39,20 @@ def _opened(turn: Turn, event: ev.Event) -> None:
     if event.wish is not None:
         turn.append(ev.Wished(event.wish, event.request))
     wish = turn.state.durable.wish
-    if wish == "stop" and event.request:
+    answered = any(reply.id == event.request for reply in turn.state.durable.replies)
+    if wish == "stop" and event.request and not answered:
         turn.set(stop_ids=(event.request,))
     strangers = [holder for holder in event.holders if not holder.ours]
     ours = [holder for holder in event.holders if holder.ours and holder.leader]
-    if strangers or (event.holders and not ours):
-        named = ", ".join(f"{h.pid} ({h.command})" for h in event.holders)
+    if strangers:
+        named = ", ".join(f"{h.pid} ({h.command})" for h in strangers)
         moves.end(
             turn, "stuck", f"trainer.lock is held by process {named}, which is not provably ours"
         )
     elif ours:
         _adopt(turn, ours[0].pid, wish)
     elif turn.state.durable.open is not None:
+        # Its main process is dead; what else of it still holds the lock is ended by the reaping.
         turn.set(phase="backoff", stage="reaping")
         turn.do(ev.Reap())
     else:
@@ -106,6 +108,10 @@ def _selected(turn: Turn, event: ev.Event) -> None:
             " --from-scratch"
         )
         moves.fail(turn, reason)
+    elif moves.budget_spent(turn) and not turn.state.restart_ids:
+        # An earlier life ended between the last death and its verdict, or the trainer says that
+        # it has finished and the checkpoints say that it has not.
+        moves.give_up(turn)
     else:
         moves.spawn(turn, event.step or 0)
 
@@ -119,7 +125,9 @@ def _spawned(turn: Turn, event: ev.Event) -> None:
         trainer_pid=event.pid,
         deadline=turn.now + turn.rules.start_seconds,
     )
-    if moves.stop_wanted(turn):
+    if turn.state.forced:
+        moves.begin_kill(turn, "stop")
+    elif moves.stop_wanted(turn):
         moves.begin_stop(turn, "stop")
 
 
@@ -135,10 +143,12 @@ def _spawn_failed(turn: Turn, event: ev.Event) -> None:
 def _heard(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Heard)
     content = event.content
+    if turn.state.phase == "starting" and turn.state.stage != "loading":
+        return  # late news of the attempt before; what it saved is found by the selection
     turn.set(linked=True)
     match event.verb:
         case "hello":
-            turn.set(step=content["step"])
+            turn.set(step=max(turn.state.step, content["step"]))
             if turn.state.phase == "starting":
                 moves.ready(turn)
             elif turn.state.phase == "stopping":
@@ -154,8 +164,7 @@ def _heard(turn: Turn, event: ev.Event) -> None:
         case "saved":
             _saved(turn, content)
         case "paused":
-            # Nobody asks for a pause yet, so nobody waits for this: let it train on.
-            turn.do(ev.Send("exit"))
+            pass  # nobody asks for a pause yet; without an answer it trains on after a while
         case "farewell":
             turn.set(trainer_phase="exit")
     moves.rearm(turn)
@@ -179,7 +188,7 @@ def _seen(turn: Turn, id: str) -> None:
             for request in turn.state.checkpoints
         )
     )
-    if turn.state.phase == "stopping" and turn.state.escalation == "asked":
+    if id == moves.stop_id(turn) and turn.state.escalation == "asked":
         turn.set(escalation="seen")
 
 
@@ -240,9 +249,7 @@ def _broken(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Broken)
     turn.append(ev.Alarmed("contract_broken", event.why))
     turn.set(why=event.why)
-    if turn.state.phase != "stopping":
-        turn.set(phase="stopping", intent="kill")
-    moves.kill(turn)
+    moves.begin_kill(turn, "kill")
 
 
 # --- requests ---
@@ -263,7 +270,7 @@ def _asked(turn: Turn, event: ev.Event) -> None:
 def _ask_checkpoint(turn: Turn, event: ev.Asked) -> None:
     state = turn.state
     if state.phase not in ("starting", "running", "stopping") or state.stage == "reaping":
-        newest = state.durable.best_checkpoint
+        newest = max(state.durable.on_disk, default=None)
         why = f"no trainer is running ({state.phase}); the newest checkpoint is step {newest}"
         if event.operator:
             turn.answer(event.id, "checkpoint", "busy", why)
@@ -304,8 +311,8 @@ def _ask_restart(turn: Turn, event: ev.Asked) -> None:
 def _ask_hasten(turn: Turn, event: ev.Asked) -> None:
     """The operator's second Ctrl-C: the same stop, with less patience."""
     if turn.state.phase == "stopping" and turn.state.escalation in ("asked", "seen", "signalled"):
-        turn.set(force_at=turn.now + turn.rules.hasten_seconds)
-        turn.set(deadline=turn.state.force_at)
+        force_at = min(turn.state.force_at, turn.now + turn.rules.hasten_seconds)
+        turn.set(force_at=force_at, deadline=force_at)
         if turn.state.escalation != "signalled":
             turn.set(escalation="signalled")
             turn.do(ev.Signal("TERM"))
@@ -315,10 +322,12 @@ def _ask_hasten(turn: Turn, event: ev.Asked) -> None:
 
 def _ask_kill(turn: Turn, event: ev.Asked) -> None:
     """The operator's third Ctrl-C."""
-    turn.set(forced=True, intent="stop")
+    turn.set(forced=True)
     if turn.state.phase in ("running", "stopping") or turn.state.stage == "loading":
-        turn.set(phase="stopping")
-        moves.kill(turn)
+        moves.begin_kill(turn, "stop")
+        turn.set(intent="stop")
+    else:
+        _ask_stop(turn, event)
 
 
 def _ask_pin(turn: Turn, event: ev.Asked) -> None:
@@ -352,8 +361,7 @@ def _tick(turn: Turn, event: ev.Event) -> None:
             moves.start(turn)
         case "starting":
             turn.set(why=f"no hello within {turn.rules.start_seconds:g} s of its start")
-            turn.set(phase="stopping", intent="kill")
-            moves.kill(turn)
+            moves.begin_kill(turn, "kill")
         case "running":
             turn.do(ev.Signal("USR1"))
             turn.set(
@@ -442,7 +450,7 @@ _ANYWHERE: Final[dict[type, Handler]] = {
     ev.Noticed: _noticed,
 }
 _ROWS: Final[dict[str, dict[type, Handler]]] = {
-    "idle": {ev.Opened: _opened, ev.Ticked: _ignore},
+    "idle": {ev.Opened: _opened},
     "starting": {
         **_ANYWHERE,
         ev.Ticked: _tick,
@@ -482,7 +490,6 @@ _ROWS: Final[dict[str, dict[type, Handler]]] = {
         ev.Heard: _ignore,
         ev.Recorded: _recorded,
         ev.Reaped: _reaped,
-        ev.Broken: _ignore,
     },
 }
 _TERMINAL_ROW: Final[dict[type, Handler]] = {
@@ -490,9 +497,6 @@ _TERMINAL_ROW: Final[dict[type, Handler]] = {
     ev.Ticked: _ignore,
     ev.Asked: _ended_already,
     ev.Heard: _ignore,
-    ev.Recorded: _ignore,
-    ev.Died: _ignore,
-    ev.Broken: _ignore,
 }
 EVENTS: Final[tuple[type, ...]] = ev.Event.__args__
 TABLE: Final[dict[tuple[str, type], Handler]] = {

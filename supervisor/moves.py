@@ -67,7 +67,8 @@ def begin_stop(turn: Turn, intent: str) -> None:
         force_at=turn.now + turn.rules.grace_seconds,
     )
     if turn.state.linked:
-        turn.set(escalation="asked", deadline=turn.now + turn.rules.signal_after_seconds)
+        unseen_at = turn.now + turn.rules.signal_after_seconds
+        turn.set(escalation="asked", deadline=min(unseen_at, turn.state.force_at))
         repeat_stop(turn)
     else:
         turn.set(escalation="signalled", deadline=turn.state.force_at)
@@ -75,11 +76,25 @@ def begin_stop(turn: Turn, intent: str) -> None:
 
 
 def repeat_stop(turn: Turn) -> None:
-    turn.do(ev.Send("stop", {"id": f"stop-{turn.state.durable.attempt}", "at": "now"}))
+    turn.do(ev.Send("stop", {"id": stop_id(turn), "at": "now"}))
+
+
+def stop_id(turn: Turn) -> str:
+    return f"stop-{turn.state.durable.attempt}"
+
+
+def begin_kill(turn: Turn, intent: str) -> None:
+    """No more patience with a living trainer. A stop that is under way stays what it is."""
+    if turn.state.phase != "stopping":
+        turn.set(phase="stopping", stage="", intent=intent)
+    kill(turn)
 
 
 def kill(turn: Turn) -> None:
-    turn.set(escalation="killed", deadline=None)
+    """Once the main process is dead this only ends what it left behind: the death was not ours."""
+    if turn.state.stage != "reaping":
+        turn.set(escalation="killed")
+    turn.set(deadline=None)
     turn.do(ev.Kill())
 
 
@@ -142,7 +157,10 @@ def ended(
 ) -> None:
     durable = turn.state.durable
     planned = turn.state.intent in ("stop", "restart")
-    counted = cause in UNPLANNED and cause != "again" and not planned
+    # Who says "finished" without a checkpoint at the target would be started again for ever.
+    finished = cause == "finished" and (durable.best_checkpoint or 0) >= durable.target_step
+    charged = cause == "finished" or (cause in UNPLANNED and cause != "again")
+    counted = charged and not finished and not planned
     turn.append(
         ev.AttemptEnded(
             durable.attempt, cause, code, signal, step, counted, verified_steps, message
@@ -161,14 +179,22 @@ def after(turn: Turn, cause: str, message: str) -> None:
         start(turn)
     elif cause in PERMANENT:
         fail(turn, f"{PERMANENT[cause]}: {message}" if message else PERMANENT[cause])
-    elif turn.state.durable.deaths >= turn.rules.deaths:
-        fail(
-            turn,
-            f"{turn.state.durable.deaths} deaths without a new checkpoint, the last one by"
-            f" {cause}{': ' + message if message else ''}",
-        )
+    elif budget_spent(turn):
+        give_up(turn)
     else:
         back_off(turn)
+
+
+def budget_spent(turn: Turn) -> bool:
+    return turn.state.durable.deaths >= turn.rules.deaths
+
+
+def give_up(turn: Turn) -> None:
+    durable = turn.state.durable
+    last = durable.last_exit
+    assert last is not None, "nothing died, yet deaths are counted"
+    how = f"{last.cause}: {last.message}" if last.message else last.cause
+    fail(turn, f"{durable.deaths} deaths without a new checkpoint, the last one by {how}")
 
 
 def stop_reason(turn: Turn, cause: str) -> str:
@@ -195,7 +221,7 @@ def end(turn: Turn, phase: str, reason: str) -> None:
     """The end of this life of the supervisor, with every waiting operator answered."""
     refuse_checkpoints(turn, f"the supervisor ends ({phase})")
     turn.append(ev.SupervisorEnded(phase, reason))
-    newest = turn.state.durable.best_checkpoint
+    newest = max(turn.state.durable.on_disk, default=None)
     for id in turn.state.stop_ids:
         turn.answer(id, "stop", "done", phase=phase, step=newest, reason=reason)
     for id in turn.state.restart_ids:

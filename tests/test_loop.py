@@ -810,8 +810,8 @@ def test_the_same_prompt_and_step_give_the_same_text(homes: Callable[[], Path]) 
     def samples(lived: kit.Lived) -> list[Any]:
         return [line.samples for line in lived.receipts if isinstance(line, AuditLine)]
 
-    one = kit.live(kit.settings_of(homes(), samples={}))
-    other = kit.live(kit.settings_of(homes(), samples={}))
+    one = kit.live(kit.settings_of(homes()))
+    other = kit.live(kit.settings_of(homes()))
     assert samples(one) == samples(other)
     assert [item["prompt"] for item in samples(one)[0]] == ["The ", "def f"]
     assert len({str(item) for item in samples(one)}) == 3

@@ -57,7 +57,7 @@ def tree(home: Path, **sections: Any) -> dict[str, Any]:
         },
         "trainer": {"device": "cpu", "threads": 1},
         "checkpoint": {"every": 4},
-        "samples": {"prompts": ["The "], "tokens": 3},
+        "samples": {"prompts": ["The ", "def f"], "tokens": 3},
         "evaluation": {"fraction": 0.2, "windows": 4},
         "policy": {
             "arms": [

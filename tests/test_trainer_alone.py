@@ -1,0 +1,563 @@
+"""Real processes: the trainer without a supervisor, the trainer for one, and its other commands."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import tomllib
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+import trainer_kit as kit
+
+from supervisor import config, contract
+from supervisor.contract import EnvironmentLine
+from trainer import checkpoint
+
+pytestmark = pytest.mark.usefixtures("run_home")
+
+ENDLESS = {"steps": 1_000_000, "schedule_steps": 1_000_000}
+
+
+def alone(home: Path, *arguments: str, **options: Any) -> kit.Process:
+    return kit.Process(home, "--config", str(home / "tiny.toml"), *arguments, **options)
+
+
+def finished(home: Path, *arguments: str, code: int = 0) -> str:
+    """Runs a life to its end; what it said on stderr."""
+    with alone(home, *arguments) as process:
+        assert process.wait() == code, process.errors
+        return process.errors
+
+
+def supervised(home: Path, attempt: int, resume_step: int, **options: Any) -> kit.Process:
+    """As a supervisor spawns it: the lock handed down, the life in the environment."""
+    directory = home / "run"
+    lock = os.open(directory / contract.TRAINER_LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        environment = {
+            contract.ENV_RUN_DIRECTORY: str(directory),
+            contract.ENV_ATTEMPT: str(attempt),
+            contract.ENV_NONCE: kit.NONCE,
+            contract.ENV_EPOCH: "1",
+            contract.ENV_RESUME_STEP: str(resume_step),
+            contract.ENV_LOCK_FD: str(lock),
+        }
+        arguments = ("--run", str(directory))
+        return kit.Process(home, *arguments, environment=environment, pass_fds=[lock], **options)
+    finally:
+        os.close(lock)
+
+
+def checkpoints(home: Path) -> list[int]:
+    return checkpoint.steps(home / "run" / contract.CHECKPOINTS)
+
+
+def binary(home: Path, step: int) -> bytes:
+    return (home / "run/checkpoints" / f"{contract.checkpoint_stem(step)}.bin").read_bytes()
+
+
+def state_at(home: Path, step: int) -> contract.Json:
+    return checkpoint.verify(home / "run" / contract.CHECKPOINTS, step).state
+
+
+def trained(home: Path, steps: int, attempt: int = 1) -> bool:
+    return len(kit.steps_of(home / "run", attempt)) >= steps
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+def test_sigusr1_writes_and_trains_on_and_sigterm_writes_and_exits(tmp_path: Path) -> None:
+    kit.write_config(tmp_path, training=ENDLESS, checkpoint={"every": 1_000_000})
+    run = tmp_path / "run"
+    with alone(tmp_path) as process:
+        process.until(lambda: trained(tmp_path, 3))
+        process.send(signal.SIGUSR1)
+        (first,) = process.until(lambda: checkpoints(tmp_path))
+        process.until(lambda: trained(tmp_path, first + 5))
+        process.send(signal.SIGTERM)
+        assert process.wait() == 0
+    last = kit.steps_of(run)[-1]
+    assert checkpoints(tmp_path) == [first, last]
+    assert kit.steps_of(run) == list(range(1, last + 1))
+    assert (kit.exit_of(run).why, kit.exit_of(run).step) == ("stopped", last)
+    for step, reason in ((first, "sigusr1"), (last, "sigterm")):
+        raw = binary(tmp_path, step)
+        written, parameters = struct.unpack("<ii", raw[:8])
+        assert (written, len(raw)) == (step, 8 + 12 * parameters)
+        numbers = array("f", raw[8:])
+        assert any(numbers[:parameters])
+        assert min(numbers[2 * parameters :]) >= 0.0  # v is a mean of squares
+        manifest = checkpoint.verify(run / contract.CHECKPOINTS, step)
+        assert (manifest.reason, manifest.state["updates"]) == (reason, step)
+
+
+def test_ctrl_c_asks_like_sigterm(tmp_path: Path) -> None:
+    kit.write_config(tmp_path, training=ENDLESS)
+    with alone(tmp_path) as process:
+        process.until(lambda: trained(tmp_path, 3))
+        process.send(signal.SIGINT)
+        assert process.wait() == 0
+    assert kit.exit_of(tmp_path / "run").why == "stopped"
+
+
+def test_a_stop_while_torch_is_loading_is_obeyed_without_a_step(tmp_path: Path) -> None:
+    kit.write_config(tmp_path)
+    receipts = tmp_path / "run/receipts/attempt-0001.jsonl"
+    with alone(tmp_path) as process:
+        process.until(lambda: handles_sigterm(process.child.pid) and receipts.exists())
+        process.send(signal.SIGTERM)
+        assert process.wait() == 0
+    assert kit.steps_of(tmp_path / "run") == []
+    assert (kit.exit_of(tmp_path / "run").why, kit.exit_of(tmp_path / "run").step) == ("stopped", 0)
+    assert checkpoints(tmp_path) == []
+
+
+def handles_sigterm(pid: int) -> bool:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+    return False
+
+
+# --- exactness across processes -------------------------------------------------------------------
+
+# As configs/lesson.toml, with a smaller model.
+LESSON: dict[str, dict[str, Any]] = {
+    "training": {"steps": 80, "learning_rate": 0.003},
+    "checkpoint": {"every": 20},
+}
+
+
+def test_eighty_updates_stopped_at_37_are_eighty_updates(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """The weights, m, v, every loss, and a random vector drawn after the last step."""
+    whole, parts = (tmp_path_factory.mktemp(name) for name in ("whole", "parts"))
+    for home in (whole, parts):
+        kit.write_config(home, **LESSON)
+    finished(whole)
+    stopper = "import signal; signal.raise_signal(signal.SIGTERM)"
+    run_with_cue(parts, step=37, action=stopper)
+    assert checkpoints(parts) == [20, 37]
+    finished(parts)
+    assert checkpoints(parts) == [20, 37, 40, 60, 80]
+    for step in (40, 60, 80):
+        assert binary(parts, step) == binary(whole, step)
+    entries = [
+        {e.step: e for e in kit.receipts_of(home / "run", attempt) if isinstance(e, contract.Entry)}
+        for home, attempt in ((whole, 1), (parts, 1), (parts, 2))
+    ]
+    assert list(entries[1]) == list(range(1, 38))
+    assert list(entries[2]) == list(range(38, 81))
+    for step, entry in (entries[1] | entries[2]).items():
+        assert contract.differing_fields(entry, entries[0][step]) == ()
+    vectors = [drawn_after(home) for home in (whole, parts)]
+    assert torch.equal(*vectors)
+    assert state_at(parts, 80)["targets_seen"] == state_at(whole, 80)["targets_seen"]
+
+
+def drawn_after(home: Path) -> torch.Tensor:
+    """A vector from the global generator as the last checkpoint has it."""
+    before = torch.get_rng_state()
+    try:
+        from trainer import device
+
+        device.restore_rng(state_at(home, 80)["rng"], torch.device("cpu"))
+        return torch.rand(16)
+    finally:
+        torch.set_rng_state(before)
+
+
+def run_with_cue(home: Path, step: int, action: str) -> None:
+    """A life in its own process that does `action` just after the receipt of a step."""
+    program = f"""
+import sys
+from supervisor import link
+from supervisor.contract import Entry
+
+original = link.Link.record
+
+def record(self, receipt):
+    original(self, receipt)
+    if isinstance(receipt, Entry) and receipt.step == {step}:
+        {action}
+
+link.Link.record = record
+sys.argv = ["trainer", "--config", {str(home / "tiny.toml")!r}]
+from trainer.__main__ import main
+sys.exit(main())
+"""
+    run_program(program)
+
+
+def run_program(program: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env=os.environ | {"PYTHONPATH": str(kit.ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=kit.DEADLINE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+# --- kill -9 --------------------------------------------------------------------------------------
+
+
+def test_fc01_every_final_name_verifies_whenever_the_trainer_was_killed(
+    tmp_path: Path,
+) -> None:
+    """A kill during a save left a short file at the final name, and loading it died with an
+    unexpected end of file (Lightning-AI/pytorch-lightning #688)."""
+    kit.write_config(
+        tmp_path,
+        training=ENDLESS,
+        checkpoint={"every": 1},
+        samples={"every": 1_000_000},
+        evaluation={"every": 1_000_000},
+    )
+    directory, chance = tmp_path / "run/checkpoints", random.Random(1)
+    reached = 0
+    for attempt in range(1, 5):
+        saves = chance.randrange(3, 20)
+        with alone(tmp_path) as process:
+            process.until(lambda: trained(tmp_path, saves, attempt))  # noqa: B023
+            process.until(lambda: any(name.startswith(".tmp") for name in os.listdir(directory)))
+            process.send(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+        steps = kit.steps_of(tmp_path / "run", attempt)
+        assert steps[0] == reached + 1
+        committed = checkpoints(tmp_path)
+        # No checkpoint outruns the history.
+        assert reached < committed[-1] <= steps[-1]
+        for step in committed[-20:]:
+            assert checkpoint.verify(directory, step).step == step
+        reached = committed[-1]
+    finished(tmp_path, "--set", f"training.steps={reached + 2}", code=78)
+
+
+def test_a_rejected_checkpoint_is_named_set_aside_and_the_one_before_it_used(
+    tmp_path: Path,
+) -> None:
+    kit.write_config(tmp_path)
+    finished(tmp_path)
+    directory = tmp_path / "run/checkpoints"
+    kept = binary(tmp_path, 12)
+    with (directory / "step_000012.bin").open("r+b") as file:
+        file.seek(1000)
+        file.write(b"\xff")
+    (directory / "step_000008.json").unlink()
+    told = finished(tmp_path)
+    assert "checkpoint 12 was rejected: step_000012.bin: bytes 0 to" in told
+    assert "checkpoint 8 was rejected: cannot be read" in told
+    assert "resuming from checkpoint 4" in told
+    assert kit.steps_of(tmp_path / "run", 2) == list(range(5, 13))
+    assert binary(tmp_path, 12) == kept
+    assert sorted(path.name for path in (tmp_path / "run/quarantine").iterdir()) == [
+        "step_000008.bin",
+        "step_000008.reason.json",
+        "step_000012.bin",
+        "step_000012.json",
+        "step_000012.reason.json",
+    ]
+
+
+# --- the run directory of a trainer that is alone -------------------------------------------------
+
+
+def test_a_run_directory_is_owner_only_and_holds_what_was_decided(tmp_path: Path) -> None:
+    kit.write_config(tmp_path, trainer={"threads": "auto"})
+    finished(tmp_path, "--set", "training.steps=3")
+    run = tmp_path / "run"
+    for path in (run, run / "checkpoints", run / "receipts", run / "logs"):
+        assert path.stat().st_mode & 0o777 == 0o700
+    recorded = config.load(run / "run.toml")
+    assert recorded.training.steps == 3
+    assert recorded.training.schedule_steps == 3
+    assert recorded.trainer.threads == len(os.sched_getaffinity(0))
+    assert recorded.run.id == checkpoint.verify(run / "checkpoints", 3).run_id
+    first = kit.receipts_of(run)[0]
+    assert isinstance(first, EnvironmentLine)
+    assert first.environment["threads"] == recorded.trainer.threads
+
+
+def test_another_identity_is_refused_with_both_values_and_nothing_is_touched(
+    tmp_path: Path,
+) -> None:
+    kit.write_config(tmp_path)
+    finished(tmp_path)
+    run = tmp_path / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    told = finished(
+        tmp_path, "--set", "training.seed=8", "--set", "training.learning_rate=0.5", code=78
+    )
+    assert "training.seed = 8: expected 7 as recorded" in told
+    assert "training.learning_rate = 0.5: expected 0.01 as recorded" in told
+    assert "pivot" in told
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_longer_target_is_accepted_and_recorded(tmp_path: Path) -> None:
+    kit.write_config(tmp_path, training={"schedule_steps": 12})
+    finished(tmp_path)
+    told = finished(tmp_path, "--set", "training.steps=14")
+    assert "changed: training.steps: recorded 12, requested 14" in told
+    assert tomllib.loads((tmp_path / "run/run.toml").read_text())["training"]["steps"] == 14
+    assert kit.steps_of(tmp_path / "run", 2) == [13, 14]
+    assert kit.exit_of(tmp_path / "run", 2).why == "finished"
+
+
+def test_a_second_trainer_is_refused_and_told_who_holds_the_run(tmp_path: Path) -> None:
+    kit.write_config(tmp_path, training=ENDLESS)
+    with alone(tmp_path) as process:
+        process.until(lambda: trained(tmp_path, 2))
+        other = tmp_path / "other"
+        other.mkdir()
+        arguments = ("--config", str(tmp_path / "tiny.toml"))
+        with kit.Process(other, *arguments) as second:
+            assert second.wait() == 1
+            assert f"already trained by process {process.child.pid}" in second.errors
+        before = len(kit.steps_of(tmp_path / "run"))
+        process.until(lambda: trained(tmp_path, before + 2))
+        process.send(signal.SIGTERM)
+        assert process.wait() == 0
+    assert not (tmp_path / "run/receipts/attempt-0002.jsonl").exists()
+
+
+def test_attempts_are_numbered_by_whatever_trace_is_left(tmp_path: Path) -> None:
+    kit.write_config(tmp_path, training={"steps": 8, "schedule_steps": 12})
+    finished(tmp_path)
+    finished(tmp_path, "--set", "training.steps=10")
+    for path in (tmp_path / "run/receipts").iterdir():  # as a supervisor does after merging them
+        path.unlink()
+    (tmp_path / "run/checkpoints/step_000004.json").write_bytes(b"damaged")
+    finished(tmp_path, "--set", "training.steps=11")
+    assert kit.exit_of(tmp_path / "run", 3).step == 11
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "training.stepps=3"], "did you mean training.steps?"),
+        (["--set", "trainer.device=cuda:7"], "cuda:7"),
+    ],
+)
+def test_a_wrong_configuration_is_permanent(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    kit.write_config(tmp_path)
+    assert message in finished(tmp_path, *arguments, code=78)
+
+
+def test_missing_data_is_permanent_and_on_record(tmp_path: Path) -> None:
+    kit.write_config(tmp_path)
+    (tmp_path / "prose.jsonl").unlink()
+    assert "no file matches" in finished(tmp_path, code=65)
+    assert (kit.exit_of(tmp_path / "run").why, kit.exit_of(tmp_path / "run").code) == ("data", 65)
+    assert "no file matches" in kit.exit_of(tmp_path / "run").message
+
+
+def test_fc101_a_loss_that_is_not_finite_ends_the_life_with_its_own_code(tmp_path: Path) -> None:
+    """The loss was NaN and training went on (Nerogar/OneTrainer #1147, skinniderlab/CLM #284)."""
+    kit.write_config(tmp_path, training={"learning_rate": 1e30}, checkpoint={"every": 1})
+    told = finished(tmp_path, code=80)
+    assert "non-finite at step" in told
+    last = kit.exit_of(tmp_path / "run")
+    assert (last.why, last.code) == ("non-finite", 80)
+    assert checkpoints(tmp_path)[-1] == last.step
+    raw = binary(tmp_path, last.step)
+    assert torch.tensor(array("f", raw[8:])).isfinite().all()
+
+
+def test_a_disk_that_takes_no_checkpoint_ends_the_life_with_its_own_code(tmp_path: Path) -> None:
+    wide = {"width": 256, "heads": 2, "layers": 1, "context": 16}
+    kit.write_config(tmp_path, model=wide, checkpoint={"every": 2})
+    limit = 6 * 1024 * 1024  # the receipts fit, a checkpoint of 11 MB does not
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    with alone(tmp_path, preexec_fn=limited) as process:
+        assert process.wait() == 74
+        assert "could not be written" in process.errors
+    last = kit.exit_of(tmp_path / "run")
+    assert (last.why, last.code, last.step) == ("checkpoint", 74, 2)
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []
+    finished(tmp_path)
+    assert kit.steps_of(tmp_path / "run", 2) == list(range(1, 13))
+
+
+def test_a_crash_is_on_record_with_its_traceback_on_stderr(tmp_path: Path) -> None:
+    kit.write_config(tmp_path)
+    program = f"""
+import sys
+from trainer import optimizer
+
+def broken(self, **_):
+    raise RuntimeError("a bug")
+
+optimizer.AdamW.update = broken
+sys.argv = ["trainer", "--config", {str(tmp_path / "tiny.toml")!r}]
+from trainer.__main__ import main
+sys.exit(main())
+"""
+    done = run_program(program, code=1)
+    assert "Traceback" in done.stderr
+    last = kit.exit_of(tmp_path / "run")
+    assert (last.why, last.code, last.message) == ("error", 1, "RuntimeError: a bug")
+
+
+# --- for a supervisor -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    """A run directory as a supervisor leaves it: run.toml resolved, one life of the past."""
+    ours = kit.settings_of(tmp_path)
+    with kit.switches_restored():
+        kit.live(ours, script={9: kit.term})
+    (tmp_path / "run/run.toml").write_text(config.dump(ours))
+    yield tmp_path
+
+
+def test_a_supervised_life_resumes_from_the_step_it_was_given(home: Path) -> None:
+    for name in ("step_000009.bin", "step_000009.json"):
+        (home / "run/checkpoints" / name).unlink()  # superseded
+    with supervised(home, attempt=2, resume_step=8) as process:
+        assert process.wait() == 0
+    assert kit.steps_of(home / "run", 2) == [9, 10, 11, 12]
+    assert kit.exit_of(home / "run", 2).why == "finished"
+
+
+def test_a_supervised_life_from_zero_is_fresh(home: Path) -> None:
+    for path in (home / "run/checkpoints").iterdir():
+        path.unlink()
+    with supervised(home, attempt=2, resume_step=0) as process:
+        assert process.wait() == 0
+    assert kit.steps_of(home / "run", 2) == list(range(1, 13))
+
+
+def test_fc59_a_supervised_life_with_other_data_is_refused_for_good(home: Path) -> None:
+    """Changed content under a resumed run (huggingface/datasets #3857, pytorch/vision #192)."""
+    with (home / "prose.jsonl").open("ab") as file:
+        file.write(b'{"text": "One more line."}\n')
+    with supervised(home, attempt=2, resume_step=9) as process:
+        assert process.wait() == 65
+    last = kit.exit_of(home / "run", 2)
+    assert (last.why, last.code, last.step) == ("data", 65, 9)
+    assert "arm prose: corpus digest: saved" in last.message
+
+
+def test_a_damaged_checkpoint_is_a_crash_so_that_another_is_selected(home: Path) -> None:
+    os.truncate(home / "run/checkpoints/step_000009.bin", 100)
+    with supervised(home, attempt=2, resume_step=9) as process:
+        assert process.wait() == 1
+        assert "CheckpointDamaged: checkpoint 9 is damaged" in process.errors
+    last = kit.exit_of(home / "run", 2)
+    assert (last.why, last.code, last.step) == ("error", 1, 9)
+    assert checkpoints(home) == [4, 8, 9]
+
+
+def test_a_broken_run_file_is_a_configuration_error_on_record(home: Path) -> None:
+    (home / "run/run.toml").write_text("[training]\nsteps = 0\n")
+    with supervised(home, attempt=2, resume_step=9) as process:
+        assert process.wait() == 78
+    assert kit.exit_of(home / "run", 2).why == "configuration"
+    assert "training.steps = 0" in kit.exit_of(home / "run", 2).message
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--run", "."], [], ["generate", "nowhere", "--prompt", "x"]]
+)
+def test_wrong_usage_is_said_in_one_line(tmp_path: Path, arguments: list[str]) -> None:
+    with kit.Process(tmp_path, *arguments) as process:
+        assert process.wait() == 2
+        assert "error:" in process.errors
+
+
+# --- the other commands ---------------------------------------------------------------------------
+
+
+def test_generate_prints_text_while_the_run_trains(tmp_path: Path) -> None:
+    kit.write_config(tmp_path, training=ENDLESS)
+    reader = tmp_path / "reader"
+    reader.mkdir()
+    command = ("generate", str(tmp_path / "run"), "--prompt", "The ", "--tokens", "8")
+    with alone(tmp_path) as process:
+        process.until(lambda: checkpoints(tmp_path))
+        with kit.Process(reader, *command, "--step", "4", "--seed", "3") as one:
+            assert one.wait() == 0, one.errors
+        before = len(kit.steps_of(tmp_path / "run"))
+        process.until(lambda: trained(tmp_path, before + 2))
+        process.send(signal.SIGTERM)
+        assert process.wait() == 0
+    assert one.output.startswith("The ")
+    assert one.output != "The \n"
+    with kit.Process(reader, *command, "--step", "4", "--seed", "3") as other:
+        assert other.wait() == 0
+    assert other.output == one.output
+    os.truncate(tmp_path / "run/checkpoints" / f"step_{checkpoints(tmp_path)[-1]:06d}.bin", 8)
+    with kit.Process(reader, *command) as newest:
+        assert newest.wait() == 0
+        assert "was passed over" in newest.errors
+
+
+def test_check_describes_the_data_without_torch(tmp_path: Path) -> None:
+    path = kit.write_config(tmp_path)
+    program = f"""
+import sys
+sys.argv = ["trainer", "check", "--config", {str(path)!r}]
+from trainer.__main__ import main
+code = main()
+print("torch" in sys.modules, file=sys.stderr)
+sys.exit(code)
+"""
+    done = run_program(program)
+    assert done.stderr.strip() == "False"
+    found = orjson.loads(done.stdout)
+    assert list(found["arms"]) == ["prose", "code"]
+    code = found["arms"]["code"]
+    assert code["documents"] + code["heldout_documents"] == len(kit.CODE)
+    tokens = sum(len(text) + 2 for text in kit.CODE)
+    assert 0 < code["tokens"] < tokens
+    assert code["windows"] >= code["documents"]
+    assert found["policy_digest"] == config.policy_digest(config.load(path))
+    assert len(code["corpus_digest"]) == len(found["tokenizer"]["digest"]) == 64
+
+
+def test_check_says_what_is_wrong_with_the_data(tmp_path: Path) -> None:
+    path = kit.write_config(tmp_path)
+    with (tmp_path / "prose.jsonl").open("ab") as file:
+        file.write(b'{"words": "x"}\n')
+    with kit.Process(tmp_path, "check", "--config", str(path)) as process:
+        assert process.wait() == 65
+        assert "arm prose" in process.errors
+        assert "prose.jsonl:13" in process.errors
+
+
+def test_a_life_never_loads_the_compiler_of_torch(tmp_path: Path) -> None:
+    path = kit.write_config(tmp_path)
+    program = f"""
+import sys
+sys.argv = ["trainer", "--config", {str(path)!r}]
+from trainer.__main__ import main
+main()
+print([name for name in ("torch._dynamo", "torch.optim.adamw", "numpy") if name in sys.modules])
+"""
+    heavy = {"torch._dynamo", "torch.optim.adamw"}
+    assert not heavy & set(run_program(program).stdout.split("'"))
