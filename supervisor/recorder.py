@@ -35,7 +35,7 @@ from supervisor.contract import (
     Json,
 )
 from supervisor.ledger import Ledger, LedgerFailure, tail_after
-from supervisor.replay import Merge, Outcome
+from supervisor.replay import Merge, Outcome, Taken, likely_class
 from supervisor.rundir import RunDirectory, RunError, read_json
 
 PUMP_BYTES: Final = 256 * 1024
@@ -256,7 +256,7 @@ class Recorder:
                     list(taken.fields),
                     taken.earlier.to_json(),
                     taken.entry.to_json(),
-                    self._likely_class(file.attempt, taken.earlier.attempt),
+                    self._likely_class(file.attempt, taken),
                 )
             )
             self._records.append(
@@ -269,11 +269,12 @@ class Recorder:
         if taken.append:
             self._owed.append(taken.entry)
 
-    def _likely_class(self, attempt: int, earlier: int | None) -> str:
-        """What changed between two attempts, by what each of them read back when it began."""
+    def _likely_class(self, attempt: int, taken: Taken) -> str:
+        """Why the step differs, by what each of the two attempts read back when it began."""
+        earlier = taken.earlier.attempt if taken.earlier is not None else None
         now = self._training.get(contract.attempt_stem(attempt), {})
         before = self._training.get(contract.attempt_stem(earlier or 0), {})
-        return likely_class(before, now)
+        return likely_class(before, now, taken.fields)
 
     def _settle_owed(self) -> bool:
         """Appends what is owed to the ledger. False while the disk refuses it."""
@@ -350,17 +351,6 @@ class Recorder:
         """What a commit could not take yet; newer content of a file wins."""
         self._unsynced = self._unsynced or recorded is not None
         self._files = {**files, **self._files}
-
-
-def likely_class(before: Json, now: Json) -> str:
-    """code, environment or unexplained: what differs between two environments. Raises nothing: an
-    attempt that read nothing back is unexplained."""
-    if not before or not now:
-        return "unexplained"
-    for name in ("git_commit", "git_dirty", "packages", "settings_digest"):
-        if before.get(name) != now.get(name):
-            return "code"
-    return "environment" if before != now else "unexplained"
 
 
 def _dump(value: Any) -> bytes:

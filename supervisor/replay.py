@@ -1,7 +1,8 @@
 """What one attempt adds to the history, and what it only proves.
 
 What may live here: the comparison of an attempt's steps with those recorded before, as a pure
-fold over its entries. Reading the ledger and appending to it are the caller's part.
+fold over its entries, and the likely cause of a difference. Reading the ledger and appending to it
+are the caller's part.
 
 Invariants:
 - A deterministic run ends with exactly one entry a step: a step executed again with equal
@@ -13,11 +14,12 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Final
 
-from supervisor.contract import ContractError, Entry, differing_fields
+from supervisor.contract import ContractError, Entry, Json, differing_fields
 
 
 class Outcome(StrEnum):
@@ -148,3 +150,53 @@ class Merge:
         if earlier is None or earlier.epoch != entry.epoch:
             return False
         return not (self._always_append_first and entry.step == self.base + 1)
+
+
+# --- why a step came out otherwise ----------------------------------------------------------------
+
+CODE, DATA, ENVIRONMENT, UNEXPLAINED = "code", "data", "environment", "unexplained"
+
+# What was executed, as an attempt read it back; everything else is what it was executed on. torch
+# counts as the latter: it brings the kernels.
+_CODE_KEYS: Final = ("git", "python", "packages")
+# Operational settings and the place of the run are in it, which decide no bit; those that do are
+# compared one by one before a resume.
+_NO_CAUSE: Final = ("settings_digest",)
+_DATA_PARTS: Final = ("arm", "arms", "targets_seen", "tokenizer")
+
+
+def likely_class(before: Json, now: Json, parts: Iterable[str]) -> str:
+    """Why two executions of one step may differ in `parts`: code, data, environment, unexplained.
+
+    `before` and `now` are the environments that the two read back, empty where unknown. `parts`
+    are fields of an entry or dotted components of a state. Other data is likelier than another
+    machine where the choice or the count of what was trained on differs, since no machine decides
+    that; other code may decide anything.
+    """
+    changed = environment_changes(before, now)
+    if any(key.partition(".")[0] in _CODE_KEYS and key != "packages.torch" for key in changed):
+        return CODE
+    if any(part.partition(".")[0] in _DATA_PARTS for part in parts):
+        return DATA
+    return ENVIRONMENT if changed else UNEXPLAINED
+
+
+def environment_changes(before: Json, now: Json) -> dict[str, tuple[object, object]]:
+    """What differs between two environments, by dotted key: (before, now). Empty where one of the
+    two is unknown: nothing is concluded from that."""
+    if not before or not now:
+        return {}
+    flat_before, flat_now = dict(_leaves(before)), dict(_leaves(now))
+    return {
+        key: (flat_before.get(key), flat_now.get(key))
+        for key in sorted(flat_before.keys() | flat_now.keys())
+        if key not in _NO_CAUSE and flat_before.get(key) != flat_now.get(key)
+    }
+
+
+def _leaves(value: Json, prefix: str = "") -> Iterable[tuple[str, object]]:
+    for key, item in value.items():
+        if isinstance(item, dict):
+            yield from _leaves(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item

@@ -88,6 +88,10 @@ class Run:
         self._started: list[subprocess.Popen[str]] = []
         self.write_config()
 
+    def set(self, section: str, **table: Any) -> None:
+        self.settings[section] = {**self.settings.get(section, {}), **table}
+        self.write_config()
+
     def write_config(self) -> None:
         self.config.write_text(tomli_w.dumps(self.settings))
 

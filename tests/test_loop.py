@@ -839,7 +839,7 @@ def test_an_audit_that_nobody_waits_for_is_given_up_and_done_after_the_resume(
     def choose(*arguments: Any) -> int:
         nonlocal chosen
         chosen += 1
-        if chosen == 5:  # the second token of the audit at step 8
+        if chosen == 8:  # the first token of the second prompt was the seventh
             kit.term()
         return original(*arguments)
 

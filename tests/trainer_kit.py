@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
 import signal
@@ -21,6 +22,7 @@ import torch
 from supervisor import config, contract
 from supervisor.contract import AuditLine, Entry, EvaluationLine, ExitLine, Receipt
 from supervisor.link import Life, Link
+from trainer.__main__ import main
 from trainer.loop import Loop
 
 ROOT = Path(__file__).parent.parent
@@ -226,6 +228,26 @@ class Identity(NamedTuple):
 def identities_of(directory: Path) -> dict[str, Identity]:
     stats = {path.name: path.stat() for path in directory.iterdir()}
     return {name: Identity(s.st_ino, s.st_mtime_ns, s.st_size) for name, s in stats.items()}
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> tuple[int, str, str]:
+    """`python -m trainer ARGUMENTS` inside this process: exit status, stdout, stderr."""
+    out, told = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO()
+    before, sys.argv = sys.argv, ["trainer", *arguments]
+    try:
+        with (
+            switches_restored(),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(told),
+        ):
+            code = main()
+    finally:
+        sys.argv = before
+    out.flush()
+    return code, out.buffer.getvalue().decode(), told.getvalue()  # type: ignore[attr-defined]
 
 
 # --- a real process -------------------------------------------------------------------------------

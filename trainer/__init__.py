@@ -14,7 +14,9 @@ The map, from the leaves up:
 - `documents`   where an arm's text comes from, as documents of bytes
 - `corpus`      the documents of an arm as windows of tokens, with a digest of the data
 - `sampler`     the order of the windows of one arm: permutation, cursor, round, own generator
+- `data`        the tokenizer and the arms that the settings name
 - `checkpoint`  writing, publishing and reading `step_NNNNNN.bin` and its manifest
+- `recipe`      settings and a checkpoint's state to objects, and back
 - `generate`    text from the model by an own generator, for sample audits
 - `loop`        the order of one update, the boundary after it, and what may happen there
 - `__main__`    the command line: train, and the checks that print JSON for the supervisor

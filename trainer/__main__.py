@@ -17,12 +17,13 @@ Invariants:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final
@@ -104,25 +105,20 @@ def _alone(arguments: argparse.Namespace) -> int:
         directory = Path(requested.run.directory)
         for path in (directory, *(directory / name for name in _DIRECTORIES)):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = _take_lock(directory / contract.TRAINER_LOCK_FILE)
-        if lock is None:
-            return ExitCode.FAILED
-        settings = _recorded(directory, requested, str(arguments.config))
+        with _trainer_lock(directory) as lock:
+            settings = _recorded(directory, requested, str(arguments.config))
+            life = _next_life(directory, lock)
+            before = signal.signal(signal.SIGINT, _interrupted)
+            try:
+                return _live(life, lambda: settings)
+            finally:
+                signal.signal(signal.SIGINT, before)
     except config.ConfigError as error:
         print(error, file=sys.stderr)
         return ExitCode.CONFIGURATION
-    attempt, epoch = _latest(directory)
-    life = Life(
-        run_directory=directory,
-        attempt=attempt + 1,
-        nonce=secrets.token_hex(8),
-        epoch=max(1, epoch),
-        resume_step=None,
-        supervised=False,
-        lock_fd=lock,
-    )
-    signal.signal(signal.SIGINT, _interrupted)
-    return _live(life, lambda: settings)
+    except RunTaken as error:
+        print(error, file=sys.stderr)
+        return ExitCode.FAILED
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
@@ -180,16 +176,23 @@ def _end(link: Link, why: str, step: int, code: ExitCode, message: str) -> int:
 # --- a run directory without a supervisor ---------------------------------------------------------
 
 
-def _take_lock(path: Path) -> int | None:
-    """The descriptor that holds trainer.lock, or None, and says so, where another trainer lives."""
+class RunTaken(Exception):
+    """Another trainer lives on this run directory."""
+
+
+@contextlib.contextmanager
+def _trainer_lock(directory: Path) -> Iterator[int]:
+    """The descriptor that holds trainer.lock. Raises RunTaken, which names the holder."""
+    path = directory / contract.TRAINER_LOCK_FILE
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        print(f"{path.parent}: already trained by {_holder(descriptor)}", file=sys.stderr)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunTaken(f"{directory}: already trained by {_holder(descriptor)}") from error
+        yield descriptor
+    finally:
         os.close(descriptor)
-        return None
-    return descriptor
 
 
 def _holder(descriptor: int) -> str:
@@ -250,6 +253,19 @@ def _write(path: Path, text: str) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _next_life(directory: Path, lock: int) -> Life:
+    attempt, epoch = _latest(directory)
+    return Life(
+        run_directory=directory,
+        attempt=attempt + 1,
+        nonce=secrets.token_hex(8),
+        epoch=max(1, epoch),
+        resume_step=None,
+        supervised=False,
+        lock_fd=lock,
+    )
 
 
 def _latest(directory: Path) -> tuple[int, int]:

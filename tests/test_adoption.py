@@ -1,0 +1,224 @@
+"""The supervisor dies, the trainer lives on: what happened meanwhile is history like any other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs_kit import DEADLINE_SECONDS, Run, kill, wait_for_end, wait_until
+
+from supervisor import contract
+from supervisor.rundir import lock_holder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with contextlib.closing(Run(tmp_path)) as made:
+        yield made
+
+
+def orphan(run: Run, step: int) -> int:
+    """A trainer held at `step` whose supervisor was killed; its pid."""
+    supervisor = run.hold(step)
+    pid: int = run.status()["trainer_pid"]
+    run.kill_supervisor(supervisor)
+    return pid
+
+
+def receipts_reach(run: Run, step: int) -> bool:
+    written = (run.directory / contract.RECEIPTS / "attempt-0001.jsonl").read_bytes()
+    return b'{"step":%d,' % step in written
+
+
+def assert_exact(run: Run, steps: int, verified: int) -> None:
+    assert run.steps() == list(range(1, steps + 1))
+    assert run.proofs() == [None] * len(run.proofs())
+    assert run.file_status()["replay"] == {
+        "verified_steps": verified,
+        "diverged_steps": 0,
+        "first_diverged_step": None,
+    }
+
+
+def test_steps_and_checkpoints_of_a_trainer_that_was_alone_are_not_lost(run: Run) -> None:
+    pid = orphan(run, 8)
+    run.gate(25)
+    wait_until(lambda: receipts_reach(run, 25), "receipts up to step 25")
+    assert run.history_step() < 25
+    kill(pid)
+    wait_for_end(pid)
+    run.open_gate()
+    assert run.finish() == 0
+    # From the checkpoint that was published while nobody looked: five steps are executed again.
+    assert_exact(run, 30, verified=5)
+    assert [r["resume_step"] for r in run.records("attempt_started")] == [0, 20]
+    (unseen, _) = run.records("attempt_ended")
+    assert (unseen["cause"], unseen["code"], unseen["signal"]) == ("unknown", None, None)
+
+
+def test_a_start_adopts_the_trainer_that_lives(run: Run) -> None:
+    pid = orphan(run, 8)
+    run.gate(14)
+    supervisor = run.start()
+    status = run.wait_for_status(phase="running", step=14)
+    assert (status["trainer_pid"], status["attempt"], status["restarts"]) == (pid, 1, 0)
+    (adopted,) = run.records("attempt_adopted")
+    assert (adopted["attempt"], adopted["pid"]) == (1, pid)
+    answer = run.ask("checkpoint", at="now")
+    assert (answer.outcome, answer.result["step"]) == ("done", 14)
+    assert run.status()["checkpoint"]["step"] == 14
+    run.open_gate()
+    assert run.end(supervisor) == 0
+    assert_exact(run, 30, verified=0)
+    # Only a parent can wait for a status: its own exit line tells.
+    (ended,) = run.records("attempt_ended")
+    assert (ended["cause"], ended["code"]) == ("finished", None)
+    assert {r["step"] for r in run.records("checkpoint_committed")} == {10, 14, 20, 30}
+
+
+def test_sigusr1_works_again_in_the_next_life(run: Run) -> None:
+    supervisor = run.hold(8)
+    supervisor.send_signal(signal.SIGUSR1)
+    run.wait_for_record("checkpoint_committed", step=8)
+    run.kill_supervisor(supervisor)
+    run.gate(14)
+    supervisor = run.start()
+    run.wait_for_status(phase="running", step=14)
+    supervisor.send_signal(signal.SIGUSR1)
+    run.wait_for_record("checkpoint_committed", step=14)
+    assert run.ask("stop").outcome == "done"
+    assert run.end(supervisor) == 0
+
+
+def test_a_supervisor_that_is_killed_again_and_again_loses_nothing(run: Run) -> None:
+    pid = orphan(run, 3)
+    for step in (7, 11, 19):
+        run.gate(step)
+        supervisor = run.start()
+        status = run.wait_for_status(phase="running", step=step)
+        assert status["trainer_pid"] == pid
+        run.kill_supervisor(supervisor)
+    run.open_gate()
+    assert run.finish() == 0
+    assert_exact(run, 30, verified=0)
+    assert run.file_status()["attempt"] == 1
+    assert len(run.records("supervisor_started")) == 5
+
+
+def test_a_trainer_that_finished_alone_is_deduced(run: Run) -> None:
+    pid = orphan(run, 8)
+    run.open_gate()
+    wait_for_end(pid)
+    assert run.finish() == 0
+    assert "run: finished at step 30 of 30" in run.output()
+    assert_exact(run, 30, verified=0)
+    assert run.file_status()["attempt"] == 1
+    (ended,) = run.records("attempt_ended")
+    assert (ended["cause"], ended["step"], ended["counted"]) == ("finished", 30, False)
+
+
+def test_fc77_a_run_whose_supervisor_died_is_dead_for_readers_and_ends_in_a_cause(run: Run) -> None:
+    """The child of a stopped container was dead within a second, and the run was marked running
+    for ever (unslothai/unsloth PR 11044)."""
+    pid = orphan(run, 8)
+    found = run.supervisor("status", str(run.directory), "--json")
+    status = json.loads(found.stdout)
+    assert (found.returncode, status["supervisor_pid"], status["trainer_pid"]) == (1, None, pid)
+    assert "the trainer trains on without it" in status["reason"]
+    kill(pid)
+    wait_for_end(pid)
+    found = run.supervisor("status", str(run.directory))
+    assert found.returncode == 1
+    assert "and so is the trainer" in found.stdout
+    run.open_gate()
+    assert run.finish() == 0
+    assert run.records("attempt_ended")[0]["cause"] == "unknown"
+
+
+def test_a_stop_without_a_supervisor_takes_over_and_stops(run: Run) -> None:
+    pid = orphan(run, 12)
+    stopped = run.supervisor("stop", str(run.directory))
+    assert stopped.returncode == 0
+    assert "run: stopped at step 12 of 30" in stopped.stdout
+    wait_for_end(pid)
+    assert lock_holder(run.directory / contract.TRAINER_LOCK_FILE) is None
+    status = run.file_status()
+    assert (status["phase"], status["wish"]) == ("stopped", "stop")
+    assert run.checkpoints() == [10, 12]
+    # The wish is on record: a service manager leaves the run alone, an operator does not.
+    assert run.finish("--as-recorded") == 0
+    assert run.file_status()["attempt"] == 1
+    assert run.supervisor("stop", str(run.directory)).returncode == 0
+    run.open_gate()
+    assert run.finish() == 0
+    assert_exact(run, 30, verified=0)
+
+
+def test_fc79_a_stranger_with_the_lock_is_named_and_left_alone(run: Run) -> None:
+    """Killing a tree by its names reached processes that had nothing to do with it
+    (NVIDIA/TensorRT-LLM PR 16404)."""
+    run.directory.mkdir()
+    decoy = subprocess.Popen(
+        [sys.executable, "-c", _DECOY, str(run.directory / contract.TRAINER_LOCK_FILE)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with decoy:
+        assert decoy.stdin is not None
+        assert decoy.stdout is not None
+        decoy.stdout.readline()
+        assert run.finish() == 1
+        status = run.file_status()
+        assert status["phase"] == "stuck"
+        assert f"held by process {decoy.pid}" in status["reason"]
+        stopped = run.supervisor("stop", str(run.directory))
+        assert stopped.returncode == 1
+        assert decoy.poll() is None
+        decoy.stdin.close()
+        # It was never signalled: it ends in its own way.
+        assert decoy.wait(DEADLINE_SECONDS) == 17
+    assert run.finish() == 0
+    assert_exact(run, 30, verified=0)
+
+
+_DECOY = """
+import fcntl, sys
+lock = open(sys.argv[1], "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+sys.exit(17)
+"""
+
+
+def test_fc78_a_process_with_the_nonce_of_a_dead_trainer_is_not_adopted(run: Run) -> None:
+    """Children outlived their parent and kept the device (pytorch/pytorch #1223, #5736,
+    Lightning-AI/pytorch-lightning #15008)."""
+    run.faults = "stray@5"
+    pid = orphan(run, 8)
+    kill(pid)
+    wait_for_end(pid)
+    holder = lock_holder(run.directory / contract.TRAINER_LOCK_FILE)
+    assert holder is not None
+    run.faults = ""
+    run.open_gate()
+    code = run.finish()
+    status = run.file_status()
+    assert (code, status["phase"]) in ((0, "finished"), (1, "stuck"))
+    assert (status["phase"] == "stuck") == (lock_holder(run.directory / "trainer.lock") is not None)
+
+
+def test_two_supervisors_never_share_a_run(run: Run) -> None:
+    supervisor = run.hold(8)
+    assert run.start().wait(DEADLINE_SECONDS) == 2
+    assert f"already supervised by process {supervisor.pid} on {os.uname().nodename}" in run.output()
+    assert run.status()["supervisor_pid"] == supervisor.pid
+    run.open_gate()
+    assert run.end(supervisor) == 0

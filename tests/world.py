@@ -1,0 +1,1003 @@
+"""A seeded world around the lifecycle machine: trainer, link, disk, helper, operator, clock.
+
+What may live here: what happens to the machine. What must hold whatever happens is said in
+test_simulation, through `Watcher`.
+
+Invariants:
+- All chance comes from the one generator of the world, and time is virtual: a seed is a schedule.
+- `Life` keeps the order of supervisor.daemon: gather (commits, helper, receipts, messages, death,
+  tick, notice), decide, make durable, act. An effect that follows an Append of its decision waits
+  until that record is on the disk, and so does every effect after it.
+- Whatever can go wrong goes wrong only while `World.faulty`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+from supervisor import events as ev
+from supervisor import machine
+from supervisor.contract import ExitCode, ExitLine, Json
+from supervisor.state import Rules, State, apply, fold
+
+RULES: Final = Rules(
+    delay_seconds=1.0,
+    maximum_delay_seconds=20.0,
+    deaths=3,
+    grace_seconds=15.0,
+    signal_after_seconds=2.0,
+    start_seconds=40.0,
+    hasten_seconds=3.0,
+)
+TARGET_STEP: Final = 14
+CADENCE: Final = 4
+KEEP_LAST: Final = 2
+RUN_ID: Final = "0f3a"
+STATUS_SECONDS: Final = 1.0
+REAP_SECONDS: Final = 30.0
+LOOK_SECONDS: Final = 2.0
+RETRY_SECONDS: Final = 1.0
+
+
+class Watcher(Protocol):
+    """Who looks at everything. Each raises AssertionError for what must not be."""
+
+    def opened(self, life: Life) -> None: ...
+
+    def decided(
+        self, life: Life, before: State, event: ev.Event, effects: list[ev.Effect]
+    ) -> None: ...
+
+    def performs(self, life: Life, effect: ev.Effect) -> None: ...
+
+    def closed(self, life: Life) -> None:
+        """It has crashed or ended; nothing is lost yet."""
+
+
+class Crash(Exception):
+    """The supervisor's process is gone, in the middle of whatever it did."""
+
+
+# --- the disk ---
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    step: int
+    attempt: int
+    reason: str
+    requests: tuple[str, ...]
+    valid: bool
+
+
+@dataclass(slots=True)
+class Receipts:
+    """`lines`: (step, whether it differs from the recorded one), and the exit line."""
+
+    lines: list[tuple[int, bool] | ExitLine] = field(default_factory=list)
+    synced: int = 0
+
+
+@dataclass(slots=True)
+class Disk:
+    """`owners[n]` is the attempt whose entry is the ledger's for step n + 1."""
+
+    journal: list[Json] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    synced_owners: list[int] = field(default_factory=list)
+    receipts: dict[int, Receipts] = field(default_factory=dict)
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+
+
+# --- the world ---
+
+
+class World:
+    def __init__(self, seed: int, watcher: Watcher) -> None:
+        self.rng = random.Random(seed)
+        self.watcher = watcher
+        self.now = 1000.0
+        self.faulty = True
+        self.rules = replace(
+            RULES, deaths=self.rng.choice((1, 3, 5)), grace_seconds=self.rng.choice((1.0, 15.0))
+        )
+        self.disk = Disk()
+        self.trainer: Trainer | None = None
+        self.stray: Stray | None = None
+        self.life: Life | None = None
+        self.lives = 0
+        self.pids = 100
+        self.wake_ups = 0
+        self.events = 0
+        self.operator = Operator(self)
+        # How bad this world is: quiet ones get far, wild ones see odd overlaps.
+        self.badness = self.rng.choice((0.0, 0.3, 1.0, 2.0))
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._entries = 0
+        created = ev.RunCreated(RUN_ID, "lesson", TARGET_STEP, "d1")
+        self.disk.journal.append(ev.record_to_json(created))
+
+    def chance(self, probability: float) -> bool:
+        """Whether a fault of this probability strikes; never once faults have stopped."""
+        return self.faulty and self.rng.random() < probability * self.badness
+
+    def later(self, delay_seconds: float, action: Callable[[], None]) -> None:
+        self._entries += 1
+        heapq.heappush(self._agenda, (self.now + delay_seconds, self._entries, action))
+
+    def run(self, fault_seconds: float, drain_seconds: float) -> None:
+        """Faults for a while, then none; returns when nobody has anything left to do."""
+        self.start("run")
+        self.operator.begin()
+        self._run_until(self.now + fault_seconds)
+        self.faulty = False
+        self.operator.drain()
+        self._run_until(self.now + drain_seconds)
+
+    def _run_until(self, end: float) -> None:
+        while self._agenda and self._agenda[0][0] <= end:
+            self.now, _, action = heapq.heappop(self._agenda)
+            try:
+                action()
+            except Crash:
+                self.crash()
+        self.now = max(self.now, end) if self._agenda else self.now
+
+    # --- lives of the supervisor ---
+
+    def start(self, wish: str | None, request: str = "", from_scratch: bool = False) -> None:
+        if self.life is None:
+            self.lives += 1
+            self.life = Life(self, f"life{self.lives}")
+            self.life.open(wish, request, from_scratch)
+
+    def crash(self) -> None:
+        """SIGKILL to the supervisor. What the kernel has stays: the ledger, and as much of the
+        journal as had been written of the commit under way."""
+        life, self.life = self.life, None
+        assert life is not None
+        self.watcher.closed(life)
+        commit = life.commit
+        if commit is not None:
+            written = self.rng.randint(0, len(commit.records))
+            self.disk.journal.extend(commit.records[:written])
+        self.operator.lost_supervisor()
+
+    def power_loss(self) -> None:
+        """Everything dies, and what was never synced may be gone."""
+        if self.trainer is not None and self.trainer.alive:
+            self.trainer.alive = False
+        self.trainer = self.stray = None
+        for receipts in self.disk.receipts.values():
+            del receipts.lines[self.rng.randint(receipts.synced, len(receipts.lines)) :]
+        self.disk.owners = list(self.disk.synced_owners)
+        if self.life is not None:
+            self.crash()
+
+    def ended(self, life: Life) -> None:
+        """The life performed its Exit."""
+        if self.life is life:
+            self.life = None
+        self.operator.lost_supervisor(life)
+
+    def holders(self, nonce: str) -> tuple[ev.Holder, ...]:
+        """Who holds trainer.lock."""
+        found = []
+        if self.trainer is not None and self.trainer.alive:
+            ours = self.trainer.nonce == nonce != ""
+            found.append(ev.Holder(self.trainer.pid, ours, True, "trainer"))
+        if self.stray is not None:
+            ours = self.stray.nonce == nonce != ""
+            found.append(ev.Holder(self.stray.pid, ours, False, "worker"))
+        if self.chance(0.01):
+            found.append(ev.Holder(7, False, True, "vi"))
+        return tuple(found)
+
+    def new_pid(self) -> int:
+        self.pids += 1
+        return self.pids
+
+
+# --- the trainer ---
+
+
+@dataclass(slots=True)
+class Stray:
+    """A worker that outlives its main process and keeps the lock. An unkillable one has lost its
+    nonce, or hangs in the kernel."""
+
+    pid: int
+    nonce: str
+    killable: bool
+
+
+class Trainer:
+    """One attempt: load, step, save, end; or die, hang, ignore. It polls at boundaries."""
+
+    def __init__(self, world: World, spawn: ev.Spawn) -> None:
+        self.world = world
+        self.pid = world.new_pid()
+        self.attempt, self.nonce = spawn.attempt, spawn.nonce
+        self.step = self.published = spawn.resume_step
+        self.alive, self.hung = True, False
+        self.loaded = self.owes_hello = self.handles_signals = False
+        self.terms = self.usr1s = 0
+        self.mail: list[tuple[str, Json]] = []
+        self.wanted: dict[str, str] = {}
+        self.stop_wanted = False
+        self.code: int | None = None
+        self.signal: int | None = None
+        self.receipts = world.disk.receipts.setdefault(self.attempt, Receipts())
+        self.deaf = world.chance(0.15)  # the link never stands
+        self.numb = world.chance(0.1)  # SIGTERM is swallowed
+        self.diverges = world.chance(0.05)
+        self.useless = world.chance(0.05)  # ends without ever saving
+        self._arrived = 0.0
+        self._then(world.rng.uniform(0.05, 1.0), self._install_handlers)
+        self._load()
+
+    # --- its life ---
+
+    def _then(self, delay_seconds: float, action: Callable[[], None]) -> None:
+        def unless_gone() -> None:
+            if self.alive and not self.hung:
+                action()
+
+        self.world.later(delay_seconds, unless_gone)
+
+    def _install_handlers(self) -> None:
+        self.handles_signals = True
+
+    def _load(self) -> None:
+        self._say("phase", phase="load")
+        if self._mishap(0.12):
+            return
+        if self.world.chance(0.04):
+            self.receipts.lines.append((self.step + 5, False))  # a gap: the contract is broken
+        self._then(self.world.rng.uniform(0.5, 8.0), self._loaded)
+
+    def _loaded(self) -> None:
+        self._poll()
+        if self.terms or self.stop_wanted:
+            self._leave("stopped")
+            return
+        self.loaded = True
+        self._say_hello()
+        self._boundary()
+
+    def _boundary(self) -> None:
+        if self._mishap(0.025):
+            return
+        self._poll()
+        final = self.step >= TARGET_STEP
+        cadence = final or self.step % CADENCE == 0
+        stop = self.stop_wanted or self.terms > 0
+        if self.step == 0:
+            if stop:
+                self._leave("stopped")
+            else:
+                self._then(self.world.rng.uniform(0.2, 1.5), self._update)
+            return
+        requests = [id for id, at in self.wanted.items() if at == "now" or cadence]
+        due = stop or cadence or bool(requests) or self.usr1s > 0
+        if due and not (self.useless and (cadence or stop)):
+            named = (*requests, *((f"stop-{self.attempt}",) if self.stop_wanted else ()))
+            reason = "sigterm" if self.terms else "operator" if named else "cadence"
+            self.usr1s = 0
+            self._then(
+                self.world.rng.uniform(0.1, 3.0), lambda: self._save(reason, named, stop, final)
+            )
+        elif final or stop:
+            self._leave("finished" if final else "stopped")
+        else:
+            self._then(self.world.rng.uniform(0.2, 1.5), self._update)
+
+    def _update(self) -> None:
+        self.step += 1
+        if self.world.chance(0.01):
+            self.step += 1  # a step that left no receipt
+        self.receipts.lines.append((self.step, self.diverges))
+        self._say("step", step=self.step, loss=1.0)
+        self._boundary()
+
+    def _save(self, reason: str, named: tuple[str, ...], stop: bool, final: bool) -> None:
+        if self._mishap(0.03):
+            return
+        disk = self.world.disk
+        if self.published != self.step:
+            assert self.step not in disk.checkpoints, f"the name of step {self.step} is taken"
+            self.receipts.synced = len(self.receipts.lines)
+            disk.checkpoints[self.step] = Checkpoint(
+                self.step, self.attempt, reason, named, not self.world.chance(0.06)
+            )
+            self.published = self.step
+            self.world.later(self.world.rng.uniform(0.0, 0.25), self.world_wakes)
+            if self._mishap(0.03):
+                return
+        for id in named:
+            self.wanted.pop(id, None)
+        self._say(
+            "saved",
+            step=self.step,
+            digest="bd",
+            reason=reason,
+            requests=list(named),
+            seconds=0.1,
+        )
+        if final or stop:
+            self._leave("finished" if final else "stopped")
+        else:
+            self._then(self.world.rng.uniform(0.2, 1.5), self._update)
+
+    def _leave(self, why: str) -> None:
+        if not self.world.chance(0.1):
+            self.receipts.lines.append(ExitLine(why, self.step, 0, [], ""))
+            self.receipts.synced = len(self.receipts.lines)
+        self._say("farewell", why=why, step=self.step)
+        self.die(0, None)
+
+    def _mishap(self, probability: float) -> bool:
+        """Death or a hang, here and now."""
+        if not self.world.chance(probability):
+            return False
+        rng = self.world.rng
+        if rng.random() < 0.2:
+            self.hung = True
+        elif rng.random() < 0.4:
+            self.die(None, rng.choice((9, 11, 7)))
+        else:
+            codes = (0, 1, 1, ExitCode.DATA, ExitCode.CHECKPOINT, ExitCode.AGAIN, ExitCode.AGAIN)
+            code = int(rng.choice((*codes, ExitCode.CONFIGURATION, ExitCode.NON_FINITE)))
+            if rng.random() < 0.5:
+                self.receipts.lines.append(ExitLine("error", self.step, code, [], "it broke"))
+            self.die(code, None)
+        return True
+
+    def die(self, code: int | None, signal: int | None) -> None:
+        if not self.alive:
+            return
+        world = self.world
+        self.alive, self.code, self.signal = False, code, signal
+        if world.chance(0.06):
+            killable = world.rng.random() < 0.7
+            nonce = self.nonce if killable or world.rng.random() < 0.5 else ""
+            world.stray = Stray(world.new_pid(), nonce, killable)
+        world.later(0.0, self.world_wakes)
+
+    # --- signals ---
+
+    def take_signal(self, name: str) -> None:
+        if not self.alive:
+            return
+        if name == "USR1":
+            if self.handles_signals:  # the shell looks first
+                self.usr1s += 1
+        elif not self.handles_signals:
+            self.die(None, 15)
+        elif not self.numb:
+            self.terms += 1
+
+    # --- the link ---
+
+    def world_wakes(self) -> None:
+        """Something of this attempt has become visible to whoever supervises it."""
+        if self.world.life is not None:
+            self.world.life.wake()
+
+    def _say_hello(self) -> None:
+        self._say("hello", step=self.step, pid=self.pid)
+
+    def _say(self, verb: str, **content: object) -> None:
+        """One message up, in order, at some time; even after the death of the one who sent it."""
+        world, life = self.world, self.world.life
+        if life is None or self.deaf or world.chance(0.05):
+            self.owes_hello = self.owes_hello or verb == "hello"
+            world.later(world.rng.uniform(0.0, 0.25), self.world_wakes)  # the receipts are read
+            return
+        delay = 35.0 if world.chance(0.005) else world.rng.uniform(0.001, 0.3)
+        self._arrived = max(self._arrived, world.now + delay)
+
+        def arrive() -> None:
+            if world.life is life:
+                life.receive(self, verb, dict(content))
+
+        world.later(self._arrived - world.now, arrive)
+
+    def _poll(self) -> None:
+        if self.owes_hello and self.world.life is not None:
+            self.owes_hello = False
+            self._say_hello()
+        mail, self.mail = self.mail, []
+        for verb, content in mail:
+            match verb:
+                case "checkpoint":
+                    self.wanted[content["id"]] = content["at"]
+                    self._say("seen", id=content["id"])
+                case "stop":
+                    self.stop_wanted = True
+                    self._say("seen", id=content["id"])
+                case "who" if self.loaded:
+                    self._say_hello()
+
+
+# --- the operator ---
+
+
+class Operator:
+    """Asks at random, sometimes twice under one id; starts the supervisor again when it is gone."""
+
+    VERBS: Final = ("checkpoint",) * 6 + ("stop", "restart", "restart")
+    SIGNALS: Final = (("signal-usr1", "checkpoint"),) * 3 + (("signal-term", "stop"),)
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.asked: list[tuple[str, str, str]] = []
+        self.interrupts = 0
+        self.signalled_stop = False
+
+    def begin(self) -> None:
+        self._ask_again_in(self.world.rng.choice((4.0, 15.0, 60.0)))
+        if self.world.badness:
+            self.world.later(self.world.rng.expovariate(1 / 60), self._misfortune)
+
+    def _ask_again_in(self, mean_seconds: float) -> None:
+        def ask() -> None:
+            if self.world.faulty:
+                self._ask_again_in(mean_seconds)
+                self._ask_something()
+
+        self.world.later(self.world.rng.expovariate(1 / mean_seconds), ask)
+
+    def _ask_something(self) -> None:
+        rng, life = self.world.rng, self.world.life
+        if life is None:
+            return
+        kind = rng.random()
+        if kind < 0.15 and self.asked:
+            life.ask(*rng.choice(self.asked[-6:]))
+        elif kind < 0.8:
+            self._request(life, rng.choice(self.VERBS))
+        elif kind < 0.9:
+            id, verb = rng.choice(self.SIGNALS)
+            self._signal(life, f"{id}-{len(self.asked)}-{self.world.events}", verb)
+        else:
+            for _ in range(rng.choice((1, 2, 2, 3))):
+                self._interrupt(life, rng.choice((0.0, 0.0, 1.0)))
+
+    def _request(self, life: Life, verb: str) -> None:
+        id = f"r{len(self.asked) + 1}"
+        at = self.world.rng.choice(("now", "now", "boundary"))
+        self.asked.append((id, verb, at))
+        life.ask(id, verb, at)
+
+    def _interrupt(self, life: Life, delay_seconds: float) -> None:
+        def press() -> None:
+            self.interrupts += 1
+            verb = {1: "stop", 2: "hasten"}.get(self.interrupts, "kill")
+            self._signal(life, f"signal-int-{self.interrupts}", verb)
+
+        self.world.later(delay_seconds, press)
+
+    def _signal(self, life: Life, id: str, verb: str) -> None:
+        if self.world.life is life:
+            self.signalled_stop = self.signalled_stop or verb != "checkpoint"
+            life.ask(id, verb, "now", operator=False)
+
+    def _misfortune(self) -> None:
+        """What comes from outside: the supervisor or the machine dies, it sleeps, disks rot."""
+        world = self.world
+        if not world.faulty:
+            return
+        world.later(world.rng.expovariate(world.badness / 60), self._misfortune)
+        kind = world.rng.random()
+        if kind < 0.15:
+            world.power_loss()
+        elif kind < 0.5 and world.life is not None:
+            world.crash()
+        elif kind < 0.7 and world.life is not None:
+            world.life.asleep_until = world.now + world.rng.choice((0.5, 3.0, 31.0))
+        elif world.disk.checkpoints:
+            world.rng.choice(sorted(world.disk.checkpoints.items()))[1].valid = False
+
+    def lost_supervisor(self, ended: Life | None = None) -> None:
+        """It crashed, or ended (`ended`); somebody may start it again."""
+        world = self.world
+        self.interrupts, rng = 0, world.rng
+        if ended is not None and not (world.faulty and rng.random() < 0.6):
+            return
+        wish = "run" if ended is not None else rng.choice((None, None, "run", "stop"))
+        request = ""
+        if wish == "stop":
+            stops = [id for id, verb, _ in self.asked if verb == "stop"]
+            fresh = f"r{len(self.asked) + 1}"
+            request = rng.choice([*stops[-1:], fresh])
+            if request == fresh:
+                self.asked.append((fresh, "stop", "now"))
+
+        def start() -> None:
+            self.signalled_stop = False
+            world.start(wish, request, rng.random() < 0.3)
+
+        world.later(rng.choice((0.1, 5.0, 20.0)), start)
+
+    def drain(self) -> None:
+        """Faults have stopped. A hang is nobody's to notice yet, so somebody must say stop."""
+        world = self.world
+        hung = world.trainer is not None and world.trainer.alive and world.trainer.hung
+
+        def stop() -> None:
+            if world.life is not None:
+                self._request(world.life, "stop")
+            elif world.trainer is not None and world.trainer.alive:
+                world.later(25.0, stop)
+
+        if hung or world.rng.random() < 0.3:
+            world.later(25.0, stop)
+
+
+# --- one life of the supervisor ---
+
+
+@dataclass(slots=True)
+class Commit:
+    """`recorded` is (last step, verified steps) where ledger entries wait for their sync."""
+
+    number: int
+    records: list[Json]
+    recorded: tuple[int, int] | None
+
+
+@dataclass(slots=True)
+class Following:
+    """A receipt file that is being read and merged."""
+
+    attempt: int
+    base: int | None
+    offset: int = 0
+    last: int = 0
+    verified: int = 0
+    appending: bool = False
+    refused: bool = False
+
+
+class Life:
+    """The shell, reduced to its order."""
+
+    def __init__(self, world: World, word: str) -> None:
+        self.world = world
+        self.word = word
+        records = [ev.record_from_json(line) for line in world.disk.journal]
+        self.state = State(durable=fold(record for record in records if record is not None))
+        self.inbox: deque[ev.Event] = deque()
+        self.held: deque[tuple[int, ev.Effect]] = deque()
+        self.records: list[Json] = []
+        self.batch = 1
+        self.commit: Commit | None = None
+        self.asleep_until = 0.0
+        self.exited: ev.Exit | None = None
+        self.attached: Trainer | None = None
+        self.told = False
+        self._mail: list[ev.Event] = []
+        self._committed = False
+        self._helped: deque[ev.Event] = deque()
+        self._errands: deque[ev.Effect] = deque()
+        self._expected: tuple[int, str] | None = None
+        self._connected = False
+        self._file: Following | None = None
+        self._leftovers: deque[Following] = deque()
+        self._unsynced = False
+        self._exit_line: ExitLine | None = None
+        self._merging = False
+        self._death: float | None = None
+        self._pressed = False
+        self._next_notice = 0.0
+        self._planned: float | None = None
+
+    def open(self, wish: str | None, request: str, from_scratch: bool) -> None:
+        self._remember(ev.SupervisorStarted(self.word, 1, "host", "0"))
+        self.world.watcher.opened(self)
+        opened = self.state.durable.open
+        holders = self.world.holders(opened.nonce if opened is not None else "")
+        self._feed(
+            ev.Opened(self.world.now, self.word, holders, wish, request, from_scratch)
+        )
+        self._work_off()
+
+    # --- what wakes it ---
+
+    def wake(self) -> None:
+        """One turn of the loop."""
+        world = self.world
+        if self.exited is not None or world.life is not self:
+            return
+        if world.now < self.asleep_until:
+            world.later(self.asleep_until - world.now, self.wake)
+            return
+        world.wake_ups += 1
+        if self._planned is not None and world.now >= self._planned:
+            self._planned = None
+        if world.chance(0.0005):
+            raise Crash
+        self._gather()
+        self._work_off()
+
+    def receive(self, trainer: Trainer, verb: str, content: Json) -> None:
+        """A frame. One of another life is refused; the first of an unknown peer is asked who."""
+        if self._expected != (trainer.attempt, trainer.nonce):
+            return
+        if not self._connected and verb != "hello":
+            trainer.mail.append(("who", {}))
+        self._connected = True
+        self._mail.append(ev.Heard(0.0, verb, content))
+        self.wake()
+
+    def ask(self, id: str, verb: str, at: str, operator: bool = True) -> None:
+        self._mail.append(ev.Asked(0.0, id, verb, at, operator))
+        self.wake()
+
+    def _gather(self) -> None:
+        now = self.world.now
+        if self._committed:
+            self._committed = False
+            self._finish_commit()
+        while self._helped:
+            self.inbox.append(replace(self._helped.popleft(), now=now))
+        self._pump()
+        mail, self._mail = self._mail, []
+        self.inbox.extend(replace(event, now=now) for event in mail)
+        if self.attached is not None and not self.told and not self.attached.alive:
+            self.told = True
+            self.inbox.append(ev.Died(now))
+        if self._death is not None:
+            self._complete_death(now)
+        self.inbox.append(ev.Ticked(now))
+        if now >= self._next_notice:
+            self._next_notice = now + STATUS_SECONDS
+            self._notice(now)
+
+    def _work_off(self) -> None:
+        while self.inbox and self.exited is None:
+            self._feed(self.inbox.popleft())
+        if self._merging and not self._leftovers and self._at_end() and not self._unsettled():
+            self._merging = False
+            self.inbox.append(ev.Merged(self.world.now, len(self.world.disk.owners)))
+        self._start_commit()
+        if self.exited is None:
+            self._plan_next()
+
+    def _plan_next(self) -> None:
+        """The next wake-up that nothing from outside brings."""
+        now, moments = self.world.now, []
+        reading = (self._merging or self._death is not None) and self.commit is None
+        if self.inbox or (reading and (self._leftovers or not self._at_end())):
+            moments.append(now)
+        if self._death is not None:
+            moments.append(now + (LOOK_SECONDS if self._holders() else LOOK_SECONDS / 20))
+        if self.state.deadline is not None:
+            moments.append(self.state.deadline)
+        if self._unannounced():
+            moments.append(self._next_notice)
+        soonest = min(moments, default=None)
+        if soonest is not None and (self._planned is None or soonest < self._planned):
+            self._planned = soonest
+            self.world.later(max(0.0, soonest - now), self.wake)
+
+    # --- deciding ---
+
+    def _remember(self, record: ev.Record) -> None:
+        self.state = replace(self.state, durable=apply(self.state.durable, record))
+        self.records.append(ev.record_to_json(record))
+
+    def _feed(self, event: ev.Event) -> None:
+        before = self.state
+        self.world.events += 1
+        self.state, effects = machine.decide(self.world.rules, before, event)
+        if self.state.phase != before.phase:
+            self._next_notice = 0.0
+        self.world.watcher.decided(self, before, event, effects)
+        barrier = self.held[-1][0] if self.held else 0
+        for effect in effects:
+            if isinstance(effect, ev.Append):
+                self.records.append(ev.record_to_json(effect.record))
+                barrier = self.batch
+            else:
+                self.held.append((barrier, effect))
+        self._release()
+
+    def _release(self) -> None:
+        durable_below = self.commit.number if self.commit is not None else self.batch
+        while self.held and self.held[0][0] < durable_below and self.exited is None:
+            self._perform(self.held.popleft()[1])
+
+    # --- making durable ---
+
+    def _unsettled(self) -> bool:
+        return self.commit is not None or self._unsynced
+
+    def _start_commit(self) -> None:
+        if self.commit is not None or not (self.records or self._unsynced):
+            return
+        recorded = None
+        if self._unsynced:
+            verified = self._file.verified if self._file is not None else 0
+            recorded = (len(self.world.disk.owners), verified)
+        self.commit = Commit(self.batch, self.records, recorded)
+        self.records, self._unsynced = [], False
+        self.batch += 1
+        self._write()
+
+    def _write(self) -> None:
+        def done() -> None:
+            if self.world.life is not self:
+                return
+            if self.world.chance(0.01):  # the disk refuses; it is tried again
+                self.world.later(RETRY_SECONDS, self._write)
+                return
+            self._committed = True
+            self.wake()
+
+        self.world.later(self.world.rng.choice((0.002, 0.002, 0.02, 0.5)), done)
+
+    def _finish_commit(self) -> None:
+        commit, self.commit = self.commit, None
+        assert commit is not None
+        disk = self.world.disk
+        disk.journal.extend(commit.records)
+        if commit.recorded is not None:
+            disk.synced_owners = disk.owners[: commit.recorded[0]]
+            self.inbox.append(ev.Recorded(self.world.now, *commit.recorded))
+        self._release()
+
+    # --- acting ---
+
+    def _perform(self, effect: ev.Effect) -> None:
+        world = self.world
+        if world.chance(0.004):
+            raise Crash
+        world.watcher.performs(self, effect)
+        match effect:
+            case ev.Merge():
+                self._leftovers.extend(
+                    Following(attempt, None)
+                    for attempt in sorted(world.disk.receipts)
+                    if self._file is None or attempt != self._file.attempt
+                )
+                self._merging = True
+                world.later(0.0, self.wake)
+            case ev.Spawn():
+                self._spawn(effect)
+            case ev.Adopt(pid):
+                self._adopt(pid)
+            case ev.Send(verb, content):
+                if self._connected and self.attached is not None and not world.chance(0.05):
+                    self.attached.mail.append((verb, content))
+            case ev.Signal(name):
+                if self.attached is not None:
+                    self.attached.take_signal(name)
+            case ev.Kill():
+                self._kill()
+            case ev.Reap():
+                self._death = world.now
+                self._pressed = False
+                opened = self.state.durable.open
+                if opened is not None:
+                    self._follow(opened.attempt, opened.resume_step)
+            case ev.Select() | ev.Verify() | ev.Retain():
+                self._errands.append(effect)
+                if len(self._errands) == 1:
+                    self._begin_errand()
+            case ev.Reply():
+                pass  # the watcher has seen it
+            case ev.Exit():
+                self.exited = effect
+                self._last_moment()
+
+    def _last_moment(self) -> None:
+        """What was on its way to the disk when the Exit was performed still gets there."""
+        self.world.watcher.closed(self)
+        under_way = self.commit.records if self.commit is not None else []
+        self.world.disk.journal.extend([*under_way, *self.records])
+        self.world.ended(self)
+
+    def _spawn(self, effect: ev.Spawn) -> None:
+        world = self.world
+        if world.chance(0.04):
+            self.inbox.append(ev.SpawnFailed(world.now, "no memory"))
+            return
+        self._expected, self._connected = (effect.attempt, effect.nonce), False
+        for attempt in [a for a in world.disk.receipts if a < effect.attempt]:
+            del world.disk.receipts[attempt]
+        self._file = None
+        self._follow(effect.attempt, effect.resume_step)
+        world.trainer = self.attached = Trainer(world, effect)
+        self.told = False
+        self.inbox.append(ev.Spawned(world.now, world.trainer.pid, 1, "boot"))
+
+    def _adopt(self, pid: int) -> None:
+        opened, trainer = self.state.durable.open, self.world.trainer
+        assert opened is not None
+        self._expected, self._connected = (opened.attempt, opened.nonce), False
+        self._follow(opened.attempt, opened.resume_step)
+        if trainer is not None and trainer.alive and trainer.pid == pid:
+            self.attached, self.told = trainer, False
+        else:
+            self.inbox.append(ev.Died(self.world.now))
+
+    def _kill(self) -> None:
+        trainer = self.attached
+        if trainer is not None:
+            self.world.later(self.world.rng.uniform(0.0, 0.5), lambda: trainer.die(None, 9))
+        self._kill_stray()
+
+    def _kill_stray(self) -> None:
+        stray, opened = self.world.stray, self.state.durable.open
+        if stray is not None and stray.killable and opened and stray.nonce == opened.nonce:
+            self.world.stray = None
+
+    def _holders(self) -> tuple[int, ...]:
+        stray = self.world.stray
+        return () if stray is None else (stray.pid,)
+
+    def _complete_death(self, now: float) -> None:
+        assert self._death is not None
+        if self._pressed:
+            self._kill_stray()
+        self._pressed = True
+        holders = self._holders()
+        if holders and now - self._death < REAP_SECONDS:
+            return
+        if not self._at_end() or self._unsettled():
+            return
+        self._death = None
+        dead, self.attached = self.attached, None
+        self.inbox.append(
+            ev.Reaped(
+                now,
+                dead.code if dead is not None else None,
+                dead.signal if dead is not None else None,
+                self._exit_line,
+                len(self.world.disk.owners),
+                self._file.verified if self._file is not None else 0,
+                holders,
+            )
+        )
+
+    # --- receipts ---
+
+    def _follow(self, attempt: int, base: int | None) -> None:
+        if self._file is None or self._file.attempt != attempt:
+            self._file = Following(attempt, base, last=base or 0)
+            self._exit_line = None
+
+    def _at_end(self) -> bool:
+        file = self._file
+        if file is None or file.refused:
+            return True
+        receipts = self.world.disk.receipts.get(file.attempt)
+        return receipts is None or file.offset >= len(receipts.lines)
+
+    def _pump(self) -> None:
+        if self._leftovers and self._at_end():
+            self._file = self._leftovers.popleft()
+        file = self._file
+        if file is None or file.refused:
+            return
+        receipts = self.world.disk.receipts.get(file.attempt)
+        lines = receipts.lines if receipts is not None else []
+        limit = min(len(lines), file.offset + self.world.rng.choice((1, 3, 9)))
+        while file.offset < limit and not file.refused:
+            line = lines[file.offset]
+            file.offset += 1
+            if isinstance(line, ExitLine):
+                self._exit_line = line
+            else:
+                self._take(file, *line)
+
+    def _take(self, file: Following, step: int, differs: bool) -> None:
+        owners = self.world.disk.owners
+        if file.base is None:
+            file.base = file.last = min(step - 1, len(owners))
+        if step != file.last + 1:
+            file.refused = True
+            trouble = f"attempt {file.attempt}: step {step}, expected {file.last + 1}"
+            if self.attached is not None and not self.told:
+                self.inbox.append(ev.Broken(self.world.now, trouble))
+            else:
+                self._remember(ev.Alarmed("receipts_refused", trouble))
+            return
+        file.last = step
+        recorded = step <= len(owners)
+        if recorded and owners[step - 1] == file.attempt:
+            file.appending = True
+        elif recorded and not file.appending and not differs:
+            file.verified += 1
+        else:
+            if recorded and not file.appending:
+                self._remember(
+                    ev.ReplayDiverged(step, file.attempt, ["loss"], {}, {}, "unexplained")
+                )
+            del owners[step - 1 :]
+            owners.append(file.attempt)
+            file.appending = self._unsynced = True
+
+    # --- checkpoints ---
+
+    def _notice(self, now: float) -> None:
+        self.inbox.extend(ev.Noticed(now, step) for step in self._unannounced())
+
+    def _unannounced(self) -> list[int]:
+        if self.state.phase not in ("running", "stopping"):
+            return []
+        known = self.state.durable.on_disk | self.state.verifying
+        return sorted(step for step in self.world.disk.checkpoints if step not in known)
+
+    def _begin_errand(self) -> None:
+        seconds = 40.0 if self.world.chance(0.003) else self.world.rng.choice((0.01, 0.3, 2.0))
+        self.world.later(seconds, self._end_errand)
+
+    def _end_errand(self) -> None:
+        if self.world.life is not self:
+            return
+        match self._errands.popleft():
+            case ev.Select(ceiling):
+                self._helped.append(self._select(ceiling))
+            case ev.Verify(step):
+                self._helped.append(self._verify(step))
+            case ev.Retain(newest):
+                self._helped.append(self._retain(newest))
+        if self._errands:
+            self._begin_errand()
+        self.wake()
+
+    def _select(self, ceiling: int) -> ev.Selected:
+        found = self.world.disk.checkpoints
+        rejected = []
+        chosen = None
+        for step in sorted((step for step in found if step <= ceiling), reverse=True):
+            if found[step].valid:
+                chosen = found[step]
+                break
+            del found[step]
+            rejected.append((step, "chunk 0 differs", f"quarantine/{step}"))
+        above = chosen.step if chosen is not None else 0
+        superseded = tuple(step for step in sorted(found) if step > above)
+        for step in superseded:
+            del found[step]
+        if chosen is None:
+            return ev.Selected(0.0, None, rejected=tuple(rejected), superseded=superseded)
+        return ev.Selected(
+            0.0,
+            chosen.step,
+            "bd",
+            "sha",
+            chosen.attempt,
+            chosen.reason,
+            chosen.requests,
+            tuple(rejected),
+            superseded,
+        )
+
+    def _verify(self, step: int) -> ev.Verified:
+        found = self.world.disk.checkpoints.get(step)
+        if found is None:
+            return ev.Verified(0.0, step, "no such file")
+        if not found.valid:
+            del self.world.disk.checkpoints[step]
+            return ev.Verified(0.0, step, "chunk 0 differs", moved_to=f"quarantine/{step}")
+        return ev.Verified(
+            0.0, step, "", "sha", "bd", found.attempt, found.reason, found.requests
+        )
+
+    def _retain(self, newest: int) -> ev.Removed:
+        found = self.world.disk.checkpoints
+        verified = (self.state.durable.verified | {newest}).intersection(found)
+        proven = [step for step in sorted(found) if step <= max(verified, default=0)]
+        removed = tuple(proven[:-KEEP_LAST])
+        for step in removed:
+            del found[step]
+        return ev.Removed(0.0, removed)
