@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Final
 
 from supervisor import events as ev
-from supervisor import moves
+from supervisor import moves, pivoting
 from supervisor.contract import Json
 from supervisor.state import CAUSE_OF_CODE, PHASES, Impossible, Pending, Rules, State, Turn
 
@@ -42,6 +42,8 @@ def _opened(turn: Turn, event: ev.Event) -> None:
     answered = any(reply.id == event.request for reply in turn.state.durable.replies)
     if wish == "stop" and event.request and not answered:
         turn.set(stop_ids=(event.request,))
+    pivoting.forget_unfinished(turn)
+    turn.do(ev.Sweep(), ev.Regenerate())
     strangers = [holder for holder in event.holders if not holder.ours]
     ours = [holder for holder in event.holders if holder.ours and holder.leader]
     if strangers:
@@ -51,6 +53,12 @@ def _opened(turn: Turn, event: ev.Event) -> None:
         )
     elif ours:
         _adopt(turn, ours[0].pid, wish)
+        if event.pivot is not None:
+            pivoting.ask(turn, ev.Asked(turn.now, event.request, "pivot", content=event.pivot))
+    elif event.pivot is not None and not pivoting.begin_unsupervised(
+        turn, event.request, event.pivot
+    ):
+        return
     elif turn.state.durable.open is not None:
         # Its main process is dead; what else of it still holds the lock is ended by the reaping.
         turn.set(phase="backoff", stage="reaping")
@@ -79,7 +87,7 @@ def _merged(turn: Turn, event: ev.Event) -> None:
         moves.end(turn, "stopped", "stopped as asked")
         return
     turn.set(stage="selecting")
-    turn.do(ev.Select(ceiling=event.step))
+    turn.do(ev.Select(ceiling=pivoting.ceiling(turn, event.step)))
 
 
 def _selected(turn: Turn, event: ev.Event) -> None:
@@ -87,16 +95,18 @@ def _selected(turn: Turn, event: ev.Event) -> None:
     for step, reason, moved_to in event.rejected:
         turn.append(ev.CheckpointQuarantined(step, reason, moved_to))
         turn.append(ev.Alarmed("checkpoint_quarantined", f"step {step}: {reason}"))
-    if event.superseded:
-        turn.append(ev.CheckpointsSuperseded(event.step or 0, list(event.superseded)))
     if event.step is not None:
         moves.commit(
             turn, event.step, event.attempt, event.reason, event.requests, event.binary_digest
         )
         if event.step not in turn.state.durable.verified:
             turn.append(ev.CheckpointVerified(event.step, event.sha256))
+    if pivoting.wanted_here(turn) and pivoting.selected(turn, event.step):
+        return
     durable = turn.state.durable
-    if event.step is not None and event.step >= durable.target_step:
+    if turn.state.alone:
+        moves.end(turn, "stopped", "not pivoted")
+    elif event.step is not None and event.step >= durable.target_step:
         turn.append(ev.RunFinished(event.step))
         moves.end(turn, "finished", f"reached step {event.step}")
     elif moves.stop_wanted(turn):
@@ -113,7 +123,17 @@ def _selected(turn: Turn, event: ev.Event) -> None:
         # it has finished and the checkpoints say that it has not.
         moves.give_up(turn)
     else:
-        moves.spawn(turn, event.step or 0)
+        moves.clear(turn, event.step or 0)
+
+
+def _cleared(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Cleared)
+    if event.superseded:
+        turn.append(ev.CheckpointsSuperseded(event.base_step, list(event.superseded)))
+    if moves.stop_wanted(turn):
+        moves.end(turn, "stopped", "stopped as asked")
+    else:
+        moves.spawn(turn, event.base_step)
 
 
 def _spawned(turn: Turn, event: ev.Event) -> None:
@@ -155,6 +175,7 @@ def _heard(turn: Turn, event: ev.Event) -> None:
                 moves.repeat_stop(turn)
             else:
                 moves.forward_requests(turn, again=True)
+                pivoting.advance(turn)
         case "phase":
             turn.set(trainer_phase=content["phase"])
         case "step":
@@ -164,7 +185,7 @@ def _heard(turn: Turn, event: ev.Event) -> None:
         case "saved":
             _saved(turn, content)
         case "paused":
-            pass  # nobody asks for a pause yet; without an answer it trains on after a while
+            pivoting.paused(turn, content)
         case "farewell":
             turn.set(trainer_phase="exit")
     moves.rearm(turn)
@@ -262,7 +283,8 @@ def _asked(turn: Turn, event: ev.Event) -> None:
         turn.do(ev.Reply(known.id, known.outcome, known.why, known.result))
         return
     waiting = {request.id for request in turn.state.checkpoints}
-    if event.id in waiting or event.id in (*turn.state.stop_ids, *turn.state.restart_ids):
+    state = turn.state
+    if event.id in waiting | {*state.stop_ids, *state.restart_ids, *state.pivot_ids}:
         return
     _VERBS[event.verb](turn, event)
 
@@ -344,6 +366,7 @@ _VERBS: Final[dict[str, Callable[[Turn, ev.Asked], None]]] = {
     "stop": _ask_stop,
     "restart": _ask_restart,
     "pin": _ask_pin,
+    "pivot": pivoting.ask,
     "hasten": _ask_hasten,
     "kill": _ask_kill,
 }
@@ -410,7 +433,7 @@ def judge(event: ev.Reaped, asked_to_stop: bool, killed_by_us: bool) -> str:
 def _reaped(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Reaped)
     state = turn.state
-    cause = judge(event, state.intent in ("stop", "restart"), state.escalation == "killed")
+    cause = judge(event, state.intent in ("stop", "restart", "pivot"), state.escalation == "killed")
     line = event.exit_line
     message = state.why or event.message or (line.message if line is not None else "")
     turn.set(history_step=event.step, step=event.step, trainer_pid=None, trainer_phase="", why="")
@@ -459,6 +482,8 @@ _ROWS: Final[dict[str, dict[type, Handler]]] = {
         ev.Recorded: _recorded,
         ev.Merged: _merged,
         ev.Selected: _selected,
+        ev.Cleared: _cleared,
+        ev.Archived: pivoting.archived,
         ev.Spawned: _spawned,
         ev.SpawnFailed: _spawn_failed,
         ev.Died: _died,

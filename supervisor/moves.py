@@ -4,8 +4,8 @@ What may live here: functions that change a turn's state and add effects, called
 event. Which event leads to which move is decided in `machine`.
 
 Invariants:
-- There is one way to a running trainer: merge, select, spawn. Crash, restart and first start all
-  take it.
+- There is one way to a running trainer: merge, select, clear, spawn. Crash, restart, pivot and
+  first start all take it.
 - A spawn follows its AttemptStarted in the same decision, so it is on disk before the process is.
 """
 
@@ -15,6 +15,7 @@ import hashlib
 from dataclasses import replace
 
 from supervisor import events as ev
+from supervisor import pivoting
 from supervisor.contract import ExitCode
 from supervisor.state import AT_ONCE, PERMANENT, UNPLANNED, Turn
 
@@ -27,12 +28,19 @@ def start(turn: Turn) -> None:
     turn.do(ev.Merge())
 
 
+def clear(turn: Turn, base_step: int) -> None:
+    """The base is decided: nothing may stand above it when the trainer begins."""
+    turn.set(stage="clearing", base_step=base_step)
+    turn.do(ev.Clear(base_step))
+
+
 def spawn(turn: Turn, resume_step: int) -> None:
     durable = turn.state.durable
+    owner, until_step = pivoting.owner(durable, resume_step)
     attempt = durable.attempt + 1
     word = f"{durable.run_id}:{turn.state.life}:{attempt}"
     nonce = hashlib.sha256(word.encode()).hexdigest()[:16]
-    turn.append(ev.AttemptStarted(attempt, nonce, resume_step, durable.epoch))
+    turn.append(ev.AttemptStarted(attempt, nonce, resume_step, owner.number, until_step))
     turn.set(
         stage="spawning",
         step=resume_step,
@@ -41,7 +49,7 @@ def spawn(turn: Turn, resume_step: int) -> None:
         trainer_pid=None,
         escalation="",
     )
-    turn.do(ev.Spawn(attempt, nonce, resume_step, durable.epoch))
+    turn.do(ev.Spawn(attempt, nonce, resume_step, owner.number, until_step))
 
 
 def ready(turn: Turn) -> None:
@@ -51,6 +59,7 @@ def ready(turn: Turn) -> None:
         turn.answer(id, "restart", "done", attempt=turn.state.durable.attempt)
     turn.set(restart_ids=())
     forward_requests(turn)
+    pivoting.ready(turn)
 
 
 def stop_wanted(turn: Turn) -> bool:
@@ -156,7 +165,7 @@ def ended(
     go_on: bool = True,
 ) -> None:
     durable = turn.state.durable
-    planned = turn.state.intent in ("stop", "restart")
+    planned = turn.state.intent in ("stop", "restart", "pivot")
     # Who says "finished" without a checkpoint at the target would be started again for ever.
     finished = cause == "finished" and (durable.best_checkpoint or 0) >= durable.target_step
     charged = cause == "finished" or (cause in UNPLANNED and cause != "again")
@@ -175,6 +184,9 @@ def ended(
 def after(turn: Turn, cause: str, message: str) -> None:
     if stop_wanted(turn):
         end(turn, "stopped", stop_reason(turn, cause))
+    elif turn.state.intent == "pivot":
+        turn.set(pivoting=turn.state.durable.pivot is not None)
+        start(turn)
     elif turn.state.intent == "restart" or turn.state.restart_ids or cause in AT_ONCE:
         start(turn)
     elif cause in PERMANENT:
@@ -219,6 +231,7 @@ def fail(turn: Turn, reason: str) -> None:
 
 def end(turn: Turn, phase: str, reason: str) -> None:
     """The end of this life of the supervisor, with every waiting operator answered."""
+    pivoting.give_up(turn, f"the supervisor ends ({phase}): {reason}")
     refuse_checkpoints(turn, f"the supervisor ends ({phase})")
     turn.append(ev.SupervisorEnded(phase, reason))
     newest = max(turn.state.durable.on_disk, default=None)

@@ -64,6 +64,20 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
+class Epoch:
+    """One policy's reign: from base_step + 1 on, unless a later epoch took over. `settings` are
+    the effective settings as TOML; `request` is the pivot's."""
+
+    number: int
+    base_step: int
+    parent: int
+    settings: str
+    policy_digest: str = ""
+    archive: str = ""
+    request: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Durable:
     """What the journal adds up to."""
 
@@ -72,6 +86,8 @@ class Durable:
     wish: str = "run"
     target_step: int = 0
     epoch: int = 1
+    epochs: tuple[Epoch, ...] = (Epoch(1, 0, 1, ""),)
+    pivot: ev.PivotIntended | None = None
     attempt: int = 0
     open: ev.AttemptStarted | None = None
     deaths: int = 0
@@ -98,7 +114,11 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
     match record:
         case ev.RunCreated():
             return replace(
-                durable, run_id=record.run_id, run=record.run, target_step=record.target_step
+                durable,
+                run_id=record.run_id,
+                run=record.run,
+                target_step=record.target_step,
+                epochs=(Epoch(1, 0, 1, record.settings, record.policy_digest),),
             )
         case ev.RunForked():
             lineage = tuple((str(run_id), int(step)) for run_id, step in record.lineage)
@@ -113,7 +133,39 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
         case ev.Wished():
             return replace(durable, wish=record.wish)
         case ev.SettingsChanged():
-            return replace(durable, target_step=record.target_step, outcome="", reason="")
+            *earlier, current = durable.epochs
+            return replace(
+                durable,
+                target_step=record.target_step,
+                epochs=(*earlier, replace(current, settings=record.settings)),
+                outcome="",
+                reason="",
+            )
+        case ev.PivotIntended():
+            return replace(durable, pivot=record)
+        case ev.PivotAborted():
+            return replace(durable, pivot=None)
+        case ev.PolicySwitched():
+            begun = Epoch(
+                record.epoch,
+                record.base_step,
+                record.parent,
+                record.settings,
+                record.policy_digest,
+                record.archive,
+                record.request,
+            )
+            return replace(
+                durable,
+                pivot=None,
+                epoch=record.epoch,
+                epochs=(*durable.epochs, begun),
+                pins=durable.pins | {record.base_step},
+                best_checkpoint=record.base_step,
+                deaths=0,
+                outcome="",
+                reason="",
+            )
         case ev.AttemptStarted():
             return replace(durable, attempt=record.attempt, open=record, outcome="", reason="")
         case ev.AttemptEnded():
@@ -213,7 +265,7 @@ class State:
     trainer_phase: str = ""
     trainer_pid: int | None = None
     linked: bool = False
-    intent: str = ""  # why we are stopping: stop, restart, kill
+    intent: str = ""  # why we are stopping: stop, restart, pivot, kill
     escalation: str = ""  # asked, signalled, killed
     force_at: float = 0.0
     forced: bool = False
@@ -222,6 +274,10 @@ class State:
     checkpoints: tuple[Pending, ...] = ()
     stop_ids: tuple[str, ...] = ()
     restart_ids: tuple[str, ...] = ()
+    pivot_ids: tuple[str, ...] = ()
+    pivoting: bool = False  # the trainer has left for a pivot; the next selection is its base
+    alone: bool = False  # this life exists for one pivot only; it ends when that is done
+    base_step: int = 0
     verifying: frozenset[int] = frozenset()
 
 
