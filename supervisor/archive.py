@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +27,7 @@ from supervisor.contract import Json, digest
 from supervisor.durable import fsync_directory, replace_file
 from supervisor.ledger import Ledger
 from supervisor.rundir import RunDirectory
+from supervisor.state import Durable
 
 DIGESTS_FILE: Final = "digests.json"
 PIVOT_FILE: Final = "pivot.json"
@@ -98,3 +99,20 @@ def _remove(path: Path) -> None:
     if path.exists():
         shutil.rmtree(path)
         fsync_directory(path.parent)
+
+
+def epoch_files(durable: Durable) -> Iterator[tuple[str, str]]:
+    """Every file that carries an epoch, by its name in the run directory, with its content."""
+    for epoch in durable.epochs:
+        if epoch.policy:
+            yield f"{contract.POLICIES}/{policy_name(epoch.number)}", epoch.policy
+        if epoch.settings and epoch.number != durable.epoch:
+            yield settings_name(epoch.number), epoch.settings
+    current = durable.epochs[-1].settings
+    if current:
+        yield contract.RUN_FILE, current
+
+
+def settings_name(epoch: int) -> str:
+    """The effective settings of an epoch that no longer rules, for a fallback below its end."""
+    return f"{contract.POLICIES}/{epoch:04d}.run.toml"

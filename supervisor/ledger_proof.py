@@ -74,6 +74,13 @@ class LedgerProof:
     notes: list[str] = field(default_factory=list)
 
 
+def open_cold(path: Path) -> BinaryIO:
+    """A file opened for reading from the device, as far as the kernel gives its cache back."""
+    file = path.open("rb", buffering=BLOCK_BYTES)
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return file
+
+
 def bindings_of(records: Iterable[Json]) -> list[Binding]:
     """Every journal record that binds the ledger, whatever else it says."""
     return [
@@ -92,8 +99,7 @@ def prove_ledger(
     Raises FileNotFoundError where there is no ledger, OSError where it cannot be read.
     """
     reading = _Reading(path.name, bindings, begin)
-    with path.open("rb", buffering=BLOCK_BYTES) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # the device, not the cache
+    with open_cold(path) as file:
         line = file.readline(GROUP_BYTES_MAX)
         while line:
             following = file.readline(GROUP_BYTES_MAX)
@@ -282,10 +288,3 @@ class _Segment:
 
     first: int
     last: int
-
-
-def open_cold(path: Path) -> BinaryIO:
-    """A file opened for reading from the device, as far as the kernel gives its cache back."""
-    file = path.open("rb", buffering=0)
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return file

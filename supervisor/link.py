@@ -6,7 +6,8 @@ torch. Any PyTorch loop, or any Python program, can use it.
 Invariants:
 - A receipt is one line and one write(2). The receipt file, not the link, is the record.
 - Nothing here waits for the supervisor. Where it is away, training goes on; a message that
-  cannot be sent is dropped, because the receipts say the same.
+  cannot be sent is dropped, because the receipts say the same. What somebody waits for, the hello
+  and the newest `saved`, is sent once there is a supervisor to hear it.
 - A signal handler only sets a flag. Requests are looked at where the trainer polls.
 """
 
@@ -107,7 +108,7 @@ class Link:
         self._receipts_bytes = os.fstat(self._receipts_fd).st_size
         self._preallocated_bytes = 0
         self._hello: dict[str, Any] | None = None
-        self._hello_owed = False
+        self._owed: dict[str, dict[str, Any]] = {}  # verb -> content, until the wire has taken it
         self._last_step_message = 0.0
         self._checkpoints: dict[str, str] = {}
         self._stop: dict[str, str] = {}
@@ -246,8 +247,8 @@ class Link:
         """Takes in every message that has arrived. Costs about a microsecond when none has."""
         if self._socket is None:
             return
-        if self._hello_owed:
-            self._say_hello()
+        for verb, content in list(self._owed.items()):
+            self._say(verb, content)
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             frame = self._socket.recv(zmq.NOBLOCK)
             verb, content = contract.parse_message(frame, contract.DOWN, "message")
@@ -263,8 +264,8 @@ class Link:
                     self._exit_now = True
                 case "resume":
                     self._resume_now = True
-                case "who":
-                    self._say_hello()
+                case "who" if self._hello is not None:
+                    self._say("hello", self._hello)
 
     def _take(self, requests: dict[str, str], content: Mapping[str, Any]) -> None:
         id = content["id"]
@@ -285,7 +286,7 @@ class Link:
             "policy_digest": policy_digest,
             "capabilities": ["checkpoint", "stop", "pause"],
         }
-        self._say_hello()
+        self._say("hello", self._hello)
 
     def phase(self, phase: str, deadline_seconds: float | None = None) -> None:
         """Announces a phase of contract.TRAINER_PHASES; a long one gives a hint of its limit."""
@@ -305,7 +306,7 @@ class Link:
         for request in requests:
             self._checkpoints.pop(request, None)
             self._served[request] = content
-        self._send("saved", **content)
+        self._say("saved", content)
 
     def paused(self, step: int, request: str) -> None:
         self._pause = None
@@ -326,9 +327,12 @@ class Link:
             self.poll()
         return True
 
-    def _say_hello(self) -> None:
-        # The connection may not stand yet; poll tries again until the hello has left.
-        self._hello_owed = self._hello is not None and not self._send("hello", **self._hello)
+    def _say(self, verb: str, content: dict[str, Any]) -> None:
+        """Sends it, now or as soon as the connection stands: poll tries again."""
+        if self._send(verb, **content):
+            self._owed.pop(verb, None)
+        else:
+            self._owed[verb] = content
 
     def _send(self, verb: str, **content: Any) -> bool:
         if self._socket is None:

@@ -108,6 +108,7 @@ class Recorder:
         if ledger.last is not None:
             self.gauge.take(ledger.last)
         self.evaluated_step = 0
+        self.epoch = 1
         self.exit_line: ExitLine | None = None
         self.trouble = ""
 
@@ -305,6 +306,7 @@ class Recorder:
             for sample in audit.samples
         ]
         # A step audited again replaces its audit and everything a left branch audited after it.
+        self.epoch = epoch
         kept = [row for row in self._samples if row.get("step", 0) < audit.step]
         self._samples = [*kept, *rows][-self._samples_keep :]
         self._files[self._directory.samples] = _dump(self._samples)
@@ -319,6 +321,8 @@ class Recorder:
 
     def remember_bandit(self, checkpoint: Json) -> None:
         """The bandit as a verified checkpoint holds it: the operator's view in state.json."""
+        if checkpoint["epoch"] is not None and checkpoint["epoch"] < self.epoch:
+            return  # a pivot's base: its bandit belongs to the policy that was left
         self._files[self._directory.state] = _dump(
             {
                 "step": checkpoint["step"],
@@ -329,6 +333,20 @@ class Recorder:
                 "arms": checkpoint["arms"],
             }
         )
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Samples and state are those of one epoch; what an earlier one left is in its archive."""
+        kept = [row for row in self._samples if row.get("epoch", epoch) >= epoch]
+        if len(kept) != len(self._samples):
+            self._samples = kept
+            self._files[self._directory.samples] = _dump(kept)
+        state = _object(read_json(self._directory.state), self._directory.state)
+        if state and state.get("epoch") != epoch:
+            self._files[self._directory.state] = _dump({"epoch": epoch, "bandit": {}, "arms": {}})
+
+    def store(self, path: Path, content: bytes) -> None:
+        """A file that changes rarely, to be written with the next commit."""
+        self._files[path] = content
 
     # --- what the daemon's commit takes along ---
 

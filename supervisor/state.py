@@ -72,6 +72,7 @@ class Epoch:
     base_step: int
     parent: int
     settings: str
+    policy: str = ""
     policy_digest: str = ""
     archive: str = ""
     request: str = ""
@@ -104,6 +105,7 @@ class Durable:
     last_exit: ev.AttemptEnded | None = None
     outcome: str = ""
     reason: str = ""
+    stored: tuple[tuple[str, str], ...] = ()  # file -> SHA-256 of what was written last
     alarms: tuple[tuple[str, str], ...] = ()
     replies: tuple[ev.Replied, ...] = ()
     evaluated_step: int = 0
@@ -118,7 +120,7 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
                 run_id=record.run_id,
                 run=record.run,
                 target_step=record.target_step,
-                epochs=(Epoch(1, 0, 1, record.settings, record.policy_digest),),
+                epochs=(Epoch(1, 0, 1, record.settings, "", record.policy_digest),),
             )
         case ev.RunForked():
             lineage = tuple((str(run_id), int(step)) for run_id, step in record.lineage)
@@ -151,6 +153,7 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
                 record.base_step,
                 record.parent,
                 record.settings,
+                record.policy,
                 record.policy_digest,
                 record.archive,
                 record.request,
@@ -192,6 +195,9 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
             return _without(durable, [record.step])
         case ev.CheckpointsSuperseded() | ev.CheckpointsRemoved():
             return _without(durable, record.steps)
+        case ev.FileStored():
+            others = tuple(item for item in durable.stored if item[0] != record.file)
+            return replace(durable, stored=(*others, (record.file, record.sha256)))
         case ev.Evaluated():
             return replace(durable, evaluated_step=max(durable.evaluated_step, record.step))
         case ev.ReplayDiverged():
@@ -221,7 +227,6 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
             | ev.AttemptSpawned()
             | ev.AttemptAdopted()
             | ev.FileRepaired()
-            | ev.FileStored()
         ):
             return durable
 

@@ -273,9 +273,7 @@ def test_fc02_a_write_that_fails_leaves_the_set_before_it_selected(
         with monkeypatch.context() as patch:
             faults = Faults(patch, SYSTEM_CALLS)
             faults.fail_at(number, code)
-            with pytest.raises(
-                CheckpointNotWritten, match=r"checkpoint 40 .* untouched"
-            ):
+            with pytest.raises(CheckpointNotWritten, match=r"checkpoint 40 .* untouched"):
                 publish(tmp_path, flat_of(seed=1), 40, sync=synced)
             assert faults.failed == 1
         left = contents(tmp_path)

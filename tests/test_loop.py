@@ -819,10 +819,13 @@ def test_the_same_prompt_and_step_give_the_same_text(homes: Callable[[], Path]) 
 
 def test_an_audit_comes_before_the_checkpoint_of_its_step(homes: Callable[[], Path]) -> None:
     lived = kit.live(kit.settings_of(homes()))
+    losses = {line.step: line.loss for line in kit.evaluations_of(lived)}
+    assert losses[4] > losses[8] > losses[12]
     for step in (4, 8, 12):
         assert manifest_of(lived, step).state["detectors"] == {
             "audited_step": step,
             "evaluated_step": step,
+            "best_evaluation": {"step": step, "loss": losses[step]},
         }
     kinds = [type(receipt) for receipt in lived.receipts[:8]]
     assert kinds == [EnvironmentLine, *[Entry] * 4, EvaluationLine, AuditLine, Entry]
@@ -839,7 +842,7 @@ def test_an_audit_that_nobody_waits_for_is_given_up_and_done_after_the_resume(
     def choose(*arguments: Any) -> int:
         nonlocal chosen
         chosen += 1
-        if chosen == 8:  # the first token of the second prompt was the seventh
+        if chosen == 8:  # an audit is two prompts of three tokens: this is in that of step 8
             kit.term()
         return original(*arguments)
 

@@ -40,6 +40,7 @@ class Checks:
     def __init__(self, world: World | None = None) -> None:
         self.world = world
         self.cells: Counter[Cell] = Counter()
+        self.requests: Counter[tuple[str, str, str]] = Counter()
         self.causes: Counter[str] = Counter()
         self.answers: dict[str, tuple[str, str, Json]] = {}
         self.last: State = State()
@@ -58,11 +59,11 @@ class Checks:
 
     # --- a decision ---
 
-    def decided(
-        self, life: Life, before: State, event: ev.Event, effects: list[ev.Effect]
-    ) -> None:
+    def decided(self, life: Life, before: State, event: ev.Event, effects: list[ev.Effect]) -> None:
         after = life.state
         self.cells[before.phase, type(event).__name__] += 1
+        if isinstance(event, ev.Asked):
+            self.requests[before.phase, before.stage, event.verb] += 1
         self._time_goes_on(event.now)
         records = [effect.record for effect in effects if isinstance(effect, ev.Append)]
         durable = before.durable

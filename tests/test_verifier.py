@@ -496,6 +496,30 @@ def test_a_reply_that_is_none_of_ours_is_a_bug(
         verifier.close()
 
 
+def test_half_a_reply_of_a_dead_helper_is_forgotten(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lives = run / "lives"
+    lives.write_bytes(b"")
+    code = f"""
+import sys
+sys.stdin.readline()
+with open({str(lives)!r}, "r+") as file:
+    first = not file.read()
+    file.write("one")
+print('{{"id": 1, "ok"' if first else '{{"id": 2, "ok": true, "result": {{}}}}', flush=True,
+      end="" if first else None)
+"""
+    with_code(monkeypatch, code)
+    verifier = Verifier(run)
+    try:
+        verifier.submit(SELECT)
+        verifier.submit(SELECT)
+        assert [reply.ok for reply in replies(verifier, 2)] == [False, True]
+    finally:
+        verifier.close()
+
+
 def with_code(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Every helper that is started from here on runs `code` instead."""
     real = subprocess.Popen

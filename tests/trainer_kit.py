@@ -247,7 +247,7 @@ def command(*arguments: str) -> tuple[int, str, str]:
     finally:
         sys.argv = before
     out.flush()
-    return code, out.buffer.getvalue().decode(), told.getvalue()  # type: ignore[attr-defined]
+    return code, out.buffer.getvalue().decode(), told.getvalue()
 
 
 # --- a real process -------------------------------------------------------------------------------

@@ -168,6 +168,11 @@ class World:
             self.disk.journal.extend(commit.records[:written])
         self.operator.lost_supervisor()
 
+    def pause(self, seconds: float) -> None:
+        """The supervisor and its helper get no time; what they wait for goes on."""
+        if self.life is not None:
+            self.life.asleep_until = self.now + seconds
+
     def power_loss(self) -> None:
         """Everything dies, and what was never synced may be gone."""
         if self.trainer is not None and self.trainer.alive:
@@ -329,6 +334,8 @@ class Trainer:
             requests=list(named),
             seconds=0.1,
         )
+        if self._mishap(0.05):
+            return
         if final or stop:
             self._leave("finished" if final else "stopped")
         else:
@@ -363,10 +370,12 @@ class Trainer:
             return
         world = self.world
         self.alive, self.code, self.signal = False, code, signal
-        if world.chance(0.06):
-            killable = world.rng.random() < 0.7
+        if world.chance(0.1):
+            killable = world.rng.random() < 0.5
             nonce = self.nonce if killable or world.rng.random() < 0.5 else ""
             world.stray = Stray(world.new_pid(), nonce, killable)
+            # What hangs in the kernel is seldom alone.
+            world.later(world.rng.choice((0.001, 0.01, 0.1)), lambda: world.pause(31.0))
         world.later(0.0, self.world_wakes)
 
     # --- signals ---
@@ -488,8 +497,16 @@ class Operator:
             self.signalled_stop = self.signalled_stop or verb != "checkpoint"
             life.ask(id, verb, "now", operator=False)
 
+    def sees_a_change(self) -> None:
+        """Much of what overlaps in life does so because of one cause."""
+        world, rng = self.world, self.world.rng
+        if world.chance(0.02):
+            world.pause(rng.choice((0.5, 3.0, 31.0)))
+        if world.chance(0.1):
+            world.later(rng.choice((0.001, 0.01, 0.1, 0.4)), self._ask_something)
+
     def _misfortune(self) -> None:
-        """What comes from outside: the supervisor or the machine dies, it sleeps, disks rot."""
+        """What comes from outside: the supervisor or the machine dies or pauses, disks rot."""
         world = self.world
         if not world.faulty:
             return
@@ -499,8 +516,8 @@ class Operator:
             world.power_loss()
         elif kind < 0.5 and world.life is not None:
             world.crash()
-        elif kind < 0.7 and world.life is not None:
-            world.life.asleep_until = world.now + world.rng.choice((0.5, 3.0, 31.0))
+        elif kind < 0.7:
+            world.pause(world.rng.choice((0.5, 3.0, 31.0)))
         elif world.disk.checkpoints:
             world.rng.choice(sorted(world.disk.checkpoints.items()))[1].valid = False
 
@@ -571,6 +588,7 @@ class Life:
     def __init__(self, world: World, word: str) -> None:
         self.world = world
         self.word = word
+        world.disk.synced_owners = list(world.disk.owners)  # opening the ledger syncs it
         records = [ev.record_from_json(line) for line in world.disk.journal]
         self.state = State(durable=fold(record for record in records if record is not None))
         self.inbox: deque[ev.Event] = deque()
@@ -603,9 +621,7 @@ class Life:
         self.world.watcher.opened(self)
         opened = self.state.durable.open
         holders = self.world.holders(opened.nonce if opened is not None else "")
-        self._feed(
-            ev.Opened(self.world.now, self.word, holders, wish, request, from_scratch)
-        )
+        self._feed(ev.Opened(self.world.now, self.word, holders, wish, request, from_scratch))
         self._work_off()
 
     # --- what wakes it ---
@@ -641,14 +657,16 @@ class Life:
         self.wake()
 
     def _gather(self) -> None:
-        now = self.world.now
+        world, now = self.world, self.world.now
         if self._committed:
             self._committed = False
             self._finish_commit()
         while self._helped:
             self.inbox.append(replace(self._helped.popleft(), now=now))
         self._pump()
-        mail, self._mail = self._mail, []
+        # After a pause there are more frames than one wake-up takes.
+        taken = world.rng.choice((2, 100)) if self._mail else 0
+        mail, self._mail = self._mail[:taken], self._mail[taken:]
         self.inbox.extend(replace(event, now=now) for event in mail)
         if self.attached is not None and not self.told and not self.attached.alive:
             self.told = True
@@ -674,7 +692,7 @@ class Life:
         """The next wake-up that nothing from outside brings."""
         now, moments = self.world.now, []
         reading = (self._merging or self._death is not None) and self.commit is None
-        if self.inbox or (reading and (self._leftovers or not self._at_end())):
+        if self.inbox or self._mail or (reading and (self._leftovers or not self._at_end())):
             moments.append(now)
         if self._death is not None:
             moments.append(now + (LOOK_SECONDS if self._holders() else LOOK_SECONDS / 20))
@@ -700,6 +718,8 @@ class Life:
         if self.state.phase != before.phase:
             self._next_notice = 0.0
         self.world.watcher.decided(self, before, event, effects)
+        if (self.state.phase, self.state.stage) != (before.phase, before.stage):
+            self.world.operator.sees_a_change()
         barrier = self.held[-1][0] if self.held else 0
         for effect in effects:
             if isinstance(effect, ev.Append):
@@ -741,7 +761,7 @@ class Life:
             self._committed = True
             self.wake()
 
-        self.world.later(self.world.rng.choice((0.002, 0.002, 0.02, 0.5)), done)
+        self.world.later(self.world.rng.choice((0.002, 0.02, 0.5)), done)
 
     def _finish_commit(self) -> None:
         commit, self.commit = self.commit, None
@@ -941,7 +961,12 @@ class Life:
         self.world.later(seconds, self._end_errand)
 
     def _end_errand(self) -> None:
-        if self.world.life is not self:
+        world = self.world
+        if world.life is not self:
+            return
+        if world.now < self.asleep_until:
+            delay = self.asleep_until - world.now + world.rng.uniform(0.0, 0.5)
+            world.later(delay, self._end_errand)
             return
         match self._errands.popleft():
             case ev.Select(ceiling):
@@ -989,9 +1014,7 @@ class Life:
         if not found.valid:
             del self.world.disk.checkpoints[step]
             return ev.Verified(0.0, step, "chunk 0 differs", moved_to=f"quarantine/{step}")
-        return ev.Verified(
-            0.0, step, "", "sha", "bd", found.attempt, found.reason, found.requests
-        )
+        return ev.Verified(0.0, step, "", "sha", "bd", found.attempt, found.reason, found.requests)
 
     def _retain(self, newest: int) -> ev.Removed:
         found = self.world.disk.checkpoints

@@ -23,7 +23,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final
@@ -49,7 +49,7 @@ def main() -> int:
         case "check":
             return _check(arguments)
     if arguments.run is not None:
-        return _supervised(parser, arguments.run)
+        return _supervised(parser, arguments.run, arguments.save_at)
     if arguments.config is not None:
         return _alone(arguments)
     parser.error("one of --config and --run is needed")
@@ -60,6 +60,14 @@ def _parser() -> argparse.ArgumentParser:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--config", metavar="FILE", type=Path, help="train alone, as FILE says")
     mode.add_argument("--run", metavar="DIRECTORY", type=Path, help="train for a supervisor")
+    parser.add_argument(
+        "--save-at",
+        action="append",
+        default=[],
+        type=int,
+        metavar="STEP",
+        help="with --run: save at this step too, to compare it (for `supervisor replay`)",
+    )
     _add_overrides(parser)
     commands = parser.add_subparsers(dest="command")
     generate = commands.add_parser("generate", help="text from a checkpoint of a run")
@@ -84,7 +92,7 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 # --- the two ways to live -------------------------------------------------------------------------
 
 
-def _supervised(parser: argparse.ArgumentParser, directory: Path) -> int:
+def _supervised(parser: argparse.ArgumentParser, directory: Path, save_at: Collection[int]) -> int:
     life = life_from_environment(os.environ)
     if life is None:
         parser.error("--run is for a trainer that a supervisor started; alone, use --config")
@@ -94,7 +102,7 @@ def _supervised(parser: argparse.ArgumentParser, directory: Path) -> int:
 
         return config.load(directory / contract.RUN_FILE)
 
-    return _live(life, settings)
+    return _live(life, settings, save_at)
 
 
 def _alone(arguments: argparse.Namespace) -> int:
@@ -127,7 +135,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def _live(life: Life, read_settings: Callable[[], Settings]) -> int:
+def _live(life: Life, read_settings: Callable[[], Settings], save_at: Collection[int] = ()) -> int:
     """One life from its first to its last act; the exit status."""
     with Link(life) as link:
         warning = link.install_signal_handlers()
@@ -141,15 +149,15 @@ def _live(life: Life, read_settings: Callable[[], Settings]) -> int:
         except config.ConfigError as error:
             step = life.resume_step or 0
             return _end(link, "configuration", step, ExitCode.CONFIGURATION, str(error))
-        return _train(link, settings)
+        return _train(link, settings, save_at)
 
 
-def _train(link: Link, settings: Settings) -> int:
+def _train(link: Link, settings: Settings, save_at: Collection[int]) -> int:
     trainer = None
     try:
         from trainer import loop
 
-        trainer = loop.Loop(settings, link)
+        trainer = loop.Loop(settings, link, save_at)
         why = trainer.run()
     except Exception as error:
         code, why = loop.verdict(error) if trainer else (ExitCode.FAILED, "error")

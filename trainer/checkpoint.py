@@ -110,6 +110,13 @@ def select(directory: Path, run_id: str | None) -> Selection:
     return Selection(None, tuple(rejected))
 
 
+def remove_leftovers(directory: Path) -> None:
+    """Removes what killed publishers left. Only for who knows that no other one lives."""
+    for name in os.listdir(directory):
+        if name.startswith(contract.TEMPORARY_PREFIX):
+            (directory / name).unlink()
+
+
 def set_aside(run_directory: Path, step: int, reason: str, time: float) -> str:
     """Moves both members to quarantine/ beside the reason, so that the name is free again.
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -71,9 +72,12 @@ def verdict(error: Exception) -> tuple[ExitCode, str]:
 class Loop:
     """One life of the trainer. `run` is all of it; `step` tells how far it came."""
 
-    def __init__(self, settings: Settings, link: Link) -> None:
+    def __init__(self, settings: Settings, link: Link, save_at: Collection[int] = ()) -> None:
+        """`save_at`: steps whose boundary saves as one of the cadence does, for whoever executes a
+        stretch again and compares."""
         self.settings = settings
         self.link = link
+        self._save_at = frozenset(save_at)
         self.life = link.life
         self.directory = link.life.run_directory / contract.CHECKPOINTS
         self._training: Training | None = None
@@ -136,6 +140,8 @@ class Loop:
         if self.life.resume_step is not None:
             step = self.life.resume_step
             return checkpoint.read_manifest(self.directory, step) if step else None
+        # Alone, we hold the lock that every other writer would have to hold.
+        checkpoint.remove_leftovers(self.directory)
         selection = checkpoint.select(self.directory, recipe.run_id(self.settings))
         for step, reason in selection.rejected:
             # Its name lies ahead of us, and a published name is never written again.
@@ -217,7 +223,8 @@ class Loop:
             return STOPPED if self.link.stop_wanted() else None
         final = step >= steps
         self._audit(final)
-        due = self.link.due(cadence=final or step % self.settings.checkpoint.every == 0)
+        cadence = final or step % self.settings.checkpoint.every == 0 or step in self._save_at
+        due = self.link.due(cadence=cadence)
         if due.reason is None:
             return None
         self._save(due)
@@ -294,8 +301,9 @@ class Loop:
             }
             for name, (one, targets) in measured.items()
         }
-        targets = sum(targets for _, targets in measured.values())
-        self.link.record(EvaluationLine(self.step, self.life.attempt, nats / targets, arms))
+        loss = nats / sum(targets for _, targets in measured.values())
+        self.training.take_evaluation(loss)
+        self.link.record(EvaluationLine(self.step, self.life.attempt, loss, arms))
 
     def _heldout_loss(self, heldout: Windows) -> tuple[float, int] | None:
         """Summed loss (nats) and targets of the first windows; None where a stop is wanted."""

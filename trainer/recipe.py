@@ -8,14 +8,16 @@ Invariants:
 - A resume is refused before anything is touched: settings, tokenizer and data first, then numbers.
 - Order of a resume: model and optimizer, weights and moments, samplers and curriculum, and the
   global generators last, because building the others may draw from them.
-- Every component is required. One that is missing stops the resume.
+- Every component is required. One that is missing stops the resume, and so does one that the
+  others contradict: what was counted when it was trained on is counted again from the samplers.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,14 +35,24 @@ from trainer.sampler import Sampler
 
 AUDITED: Final = "audited_step"
 EVALUATED: Final = "evaluated_step"
+BEST_EVALUATION: Final = "best_evaluation"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A held-out evaluation of the state after `step` updates; `loss` in nats per target."""
+
+    step: int
+    loss: float
 
 
 @dataclass(slots=True)
 class Training:
     """One training state between two steps, and what it trains on.
 
-    `detectors` remembers the last step that was audited, and evaluated. `lineage` lists the
-    ancestors of the run as (run id, last step).
+    `detectors` remembers the last step that was audited, and evaluated; `best_evaluation` the
+    first of the lowest held-out losses. `lineage` lists the ancestors of the run as (run id, last
+    step).
     """
 
     settings: Settings
@@ -53,12 +65,19 @@ class Training:
     curriculum: curriculum.State
     targets_seen: int
     detectors: dict[str, int]
+    best_evaluation: Evaluation | None
     lineage: tuple[tuple[str, int], ...]
 
     @property
     def step(self) -> int:
         """Completed updates."""
         return self.optimizer.updates
+
+    def take_evaluation(self, loss: float) -> None:
+        """Notes the held-out loss of this step: a worse one never becomes the best."""
+        best = self.best_evaluation
+        if math.isfinite(loss) and (best is None or loss < best.loss):
+            self.best_evaluation = Evaluation(self.step, loss)
 
     def state(self) -> Json:
         """Every component of contract.STATE_COMPONENTS, as JSON."""
@@ -78,7 +97,10 @@ class Training:
             "rng": device.rng_state(self.place),
             "updates": self.optimizer.updates,
             "targets_seen": self.targets_seen,
-            "detectors": dict(self.detectors),
+            "detectors": {
+                **self.detectors,
+                BEST_EVALUATION: asdict(self.best_evaluation) if self.best_evaluation else None,
+            },
             "environment": self.environment,
         }
 
@@ -157,6 +179,7 @@ def fresh(settings: Settings, data: Data, place: torch.device, environment: Json
         curriculum=curriculum.create(config.curriculum_policy(settings.policy)),
         targets_seen=0,
         detectors={AUDITED: 0, EVALUATED: 0},
+        best_evaluation=None,
         lineage=(),
     )
     torch.manual_seed(seed_for(seed, "dropout"))
@@ -196,9 +219,11 @@ def resumed(
         samplers=samplers,
         curriculum=curriculum.from_json(policy, state["bandit"]),
         targets_seen=state["targets_seen"],
-        detectors={name: _part(state, "detectors", name) for name in (AUDITED, EVALUATED)},
+        detectors=_detectors(manifest),
+        best_evaluation=_best_evaluation(manifest),
         lineage=_lineage(manifest, run_id(settings)),
     )
+    check_counts(training, manifest.epoch)
     device.restore_rng(state["rng"], place)
     return training
 
@@ -209,6 +234,36 @@ def _samplers(settings: Settings, data: Data) -> dict[str, Sampler]:
         name: Sampler(name, arm.window_count, training.batch_windows, training.seed)
         for name, arm in data.arms.items()
     }
+
+
+def _detectors(manifest: Manifest) -> dict[str, int]:
+    found = {name: _part(manifest.state, "detectors", name) for name in (AUDITED, EVALUATED)}
+    for name, step in found.items():
+        _check_step(manifest, name, step, manifest.step)
+    return found
+
+
+def _best_evaluation(manifest: Manifest) -> Evaluation | None:
+    saved = _part(manifest.state, "detectors", BEST_EVALUATION)
+    if saved is None:
+        return None
+    step, loss = (_part(manifest.state, "detectors", BEST_EVALUATION, n) for n in ("step", "loss"))
+    evaluated = _part(manifest.state, "detectors", EVALUATED)
+    _check_step(manifest, f"{BEST_EVALUATION}.step", step, evaluated)
+    if not isinstance(loss, int | float) or isinstance(loss, bool) or not 0 <= loss < math.inf:
+        raise StateMismatch(
+            f"checkpoint {manifest.step}: detectors.{BEST_EVALUATION}.loss is {loss!r}, expected"
+            " nats, a finite number of at least 0"
+        )
+    return Evaluation(step, float(loss))
+
+
+def _check_step(manifest: Manifest, name: str, step: object, last: int) -> None:
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= last:
+        raise StateMismatch(
+            f"checkpoint {manifest.step}: detectors.{name} is {step!r}, expected a step from 0 to"
+            f" {last}"
+        )
 
 
 def _lineage(manifest: Manifest, ours: str) -> tuple[tuple[str, int], ...]:
@@ -247,11 +302,15 @@ def _setting_differences(manifest: Manifest, settings: Settings) -> Iterator[str
         # The name may be a fork's, and the target may have been another: neither is state.
         if not change.key.startswith("run.") and change.key != "training.steps":
             yield str(change)
+    saved, now = manifest.state["policy_digest"], config.policy_digest(settings)
+    if saved != now:
+        yield f"policy_digest: saved {saved}, now {now}"
 
 
 def _data_differences(state: Json, data: Data) -> Iterator[str]:
     pairs: list[tuple[str, object, object]] = [
-        ("tokenizer digest", _part(state, "tokenizer", "digest"), data.tokenizer.digest)
+        ("tokenizer rule", _part(state, "tokenizer", "rule"), data.tokenizer.rule),
+        ("tokenizer digest", _part(state, "tokenizer", "digest"), data.tokenizer.digest),
     ]
     if state["arms"].keys() != data.arms.keys():
         yield f"arms: saved {sorted(state['arms'])}, now {sorted(data.arms)}"
@@ -265,6 +324,47 @@ def _data_differences(state: Json, data: Data) -> Iterator[str]:
     for what, saved, now in pairs:
         if saved != now:
             yield f"{what}: saved {saved}, now {now}"
+
+
+def check_counts(training: Training, epoch: int) -> None:
+    """Raises StateMismatch where the parts of a state count differently what was trained on.
+
+    Every update took `accumulate` batches of one arm, so pulls, draws and updates agree; and the
+    targets counted update by update are those of all windows that the samplers have served. From
+    the second epoch on these are upper bounds: a pivot begins the bandit afresh and may have left
+    an arm behind, with the targets that were taken from it.
+    """
+    differences = [
+        f"{what}: {left} and {right}"
+        for what, left, right in _counts(training)
+        if left != right and not (epoch > 1 and left < right)
+    ]
+    differences += [
+        f"bandit phase {name}: {count.pulls} pulls and {count.steps} steps"
+        for name, count in (
+            (curriculum.WARM_UP, training.curriculum.warm_up),
+            (curriculum.MAIN, training.curriculum.main),
+        )
+        if count.pulls != count.steps
+    ]
+    if differences:
+        listed = "\n  ".join(differences)
+        raise StateMismatch(
+            f"checkpoint {training.step}: its parts contradict each other:\n  {listed}\nIt was not"
+            " written by a trainer; take the checkpoint before it"
+        )
+
+
+def _counts(training: Training) -> Iterator[tuple[str, int, int]]:
+    targets, accumulate = 0, training.settings.training.accumulate
+    pulls = [arm.pulls for arm in training.curriculum.arms]
+    yield "bandit pulls and updates", sum(pulls), training.step
+    for name, count in zip(training.samplers, pulls, strict=True):
+        sampler, arm = training.samplers[name], training.data.arms[name]
+        yield f"arm {name}: batches pulled and drawn", count * accumulate, sampler.draws
+        targets += sampler.rounds * (arm.token_count - arm.document_count)
+        targets += sum(map(arm.window_targets, sampler.taken()))
+    yield "targets served by the samplers and targets_seen", targets, training.targets_seen
 
 
 def _part(state: Mapping[str, Any], *keys: str) -> Any:

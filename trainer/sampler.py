@@ -59,6 +59,21 @@ class Sampler:
         self._cursor += len(drawn)
         return drawn
 
+    @property
+    def draws(self) -> int:
+        """Batches drawn since the first."""
+        a_round = -(-self.windows // self.batch)
+        return self._round * a_round + -(-self._cursor // self.batch)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that were finished before this one."""
+        return self._round
+
+    def taken(self) -> list[int]:
+        """The windows taken in this round, in the order in which they were."""
+        return self._permutation[: self._cursor].tolist()
+
     def state(self) -> Json:
         """Everything that decides the next draw, as JSON values.
 

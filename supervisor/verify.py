@@ -1,0 +1,544 @@
+"""`supervisor verify`: everything that a run promised, read back from the device and compared.
+
+What may live here: reading a whole run directory and saying what in it is damaged, and where. The
+pass over the ledger is in `ledger_proof`, the reading of one checkpoint in `readback`.
+
+Invariants:
+- Verifying takes no lock and changes nothing, so that it may run beside a living run. `repair`
+  moves bad checkpoints to quarantine, under the run's lock, and changes nothing else.
+- What cannot be read is not proven, and so it is a problem; whether it may be moved is another
+  question: only a checkpoint whose bytes are known to be wrong is.
+- The journal is the witness. Where it is damaged itself, only what stands before that is believed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from supervisor import checkpoint_requests, checkpoints, config, contract, journal, readback
+from supervisor import events as ev
+from supervisor.contract import CHUNK_BYTES, HEADER_BYTES, ContractError, Json, checkpoint_stem
+from supervisor.ledger_proof import (
+    Advance,
+    Begin,
+    LedgerProof,
+    Problem,
+    bindings_of,
+    open_cold,
+    prove_ledger,
+)
+from supervisor.readback import Damaged, Found
+from supervisor.rundir import RunDirectory, RunError, lock_holder, take_lock, take_trainer_lock
+from supervisor.state import Durable, fold
+
+SCHEMA_VERSION: Final = 1
+DIGESTS_FILE: Final = "digests.json"
+WHOLE: Final = "the whole file"
+_THREADS_MAX: Final = 4  # hashing leaves the interpreter's lock alone
+_LOOKS: Final = 20
+_LOOK_SECONDS: Final = 0.1
+_STATE_FIELDS: Final = ("epoch", "policy_digest", "targets_seen", "bandit", "arms")
+
+
+@dataclass(slots=True)
+class Report:
+    """`problems` empty: everything is proven. `counts` say how much that is."""
+
+    run: str
+    directory: str
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    moved: list[str] = field(default_factory=list)
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> Json:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "run": self.run,
+            "directory": self.directory,
+            "proven": not self.problems,
+            "problems": [
+                {"file": problem.file, "place": problem.place, "what": problem.what}
+                for problem in self.problems
+            ],
+            "notes": self.notes,
+            "counts": self.counts,
+            "moved_to": self.moved,
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+        }
+
+
+def size_bytes(directory: RunDirectory) -> int:
+    """About how much `verify` will read, for a progress bar."""
+    files = [directory.journal, directory.ledger, *directory.checkpoints.glob("step_*.bin")]
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
+def no_progress(_: int) -> None:
+    """The progress of a caller that shows none."""
+
+
+def verify(directory: RunDirectory, advance: Advance = no_progress) -> Report:
+    """Proves a run. `advance` is called with the number of bytes read, also from other threads.
+
+    A run that is being supervised, or trained, may be verified: what is half-written at this
+    moment is not judged.
+    """
+    return _Proof(directory, advance, living=_lives(directory)).run()
+
+
+def repair(directory: RunDirectory, advance: Advance = no_progress) -> Report:
+    """Verifies, and moves every checkpoint that is known to be bad to quarantine/.
+
+    Raises LockHeld, with its owner, where the run is supervised; RunError where its trainer lives
+    or its journal is too damaged to take the record of the move.
+    """
+    with _owned(directory):
+        proof = _Proof(directory, advance, living=False)
+        report = proof.run()
+        if proof.condemned:
+            report.moved = _set_aside(directory, proof.condemned)
+        return report
+
+
+def _lives(directory: RunDirectory) -> bool:
+    locks = (directory.lock, directory.trainer_lock)
+    return any(lock_holder(path) is not None for path in locks)
+
+
+@contextmanager
+def _owned(directory: RunDirectory) -> Iterator[None]:
+    lock = take_lock(directory)
+    try:
+        trainer_lock = take_trainer_lock(directory)
+        if trainer_lock is None:
+            raise RunError(
+                f"{directory.path}: its trainer lives (process"
+                f" {lock_holder(directory.trainer_lock)}); stop the run before repairing it"
+            )
+        os.close(trainer_lock)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _set_aside(directory: RunDirectory, condemned: Sequence[tuple[Found, str]]) -> list[str]:
+    """Moves checkpoints to quarantine/ and journals that, so that nobody misses them later."""
+    try:
+        writer, _ = journal.Journal.open(directory.journal)
+    except journal.JournalDamaged as damage:
+        raise RunError(f"{damage}; no checkpoint was moved") from damage
+    try:
+        now = time.time()
+        moved = []
+        for found, reason in condemned:
+            moved_to = checkpoints.quarantine(directory.path, found, reason, time=now)
+            record = ev.CheckpointQuarantined(found.step, reason, moved_to)
+            writer.append([ev.record_to_json(record)], now)
+            writer.sync()
+            moved.append(moved_to)
+        return moved
+    finally:
+        writer.close()
+
+
+# --- the proof ------------------------------------------------------------------------------------
+
+
+class _Proof:
+    """One examination. `condemned`: checkpoints whose bytes are known to be wrong, and why."""
+
+    def __init__(self, directory: RunDirectory, advance: Advance, *, living: bool) -> None:
+        self.directory = directory
+        self.living = living
+        self.report = Report(directory.run, str(directory.path.resolve()))
+        self.condemned: list[tuple[Found, str]] = []
+        self._advance = advance
+        self._counting = threading.Lock()
+        self._summaries: dict[int, Json] = {}
+
+    def run(self) -> Report:
+        begin = time.monotonic()
+        lines = self._check_journal()
+        records = list(self._records_of(lines))
+        durable = fold(records)
+        self._check_ledger(lines, durable, records)
+        self._check_checkpoints(durable, records)
+        self._check_stored(records)
+        self._check_sidecars()
+        self._check_archives()
+        self._list_set_aside()
+        self.report.seconds = time.monotonic() - begin
+        return self.report
+
+    def _say(self, path: Path | str, place: str, what: str) -> None:
+        self.report.problems.append(Problem(self._name(path), place, what))
+
+    def _name(self, path: Path | str) -> str:
+        return str(Path(path).relative_to(self.directory.path)) if isinstance(path, Path) else path
+
+    def _read(self, count: int) -> None:
+        with self._counting:
+            self.report.bytes += count
+            self._advance(count)
+
+    def _content(self, path: Path) -> bytes | None:
+        """A small file, whole; None, and a problem, where it cannot be read."""
+        try:
+            with open_cold(path) as file:
+                data = file.read()
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            self._say(path, WHOLE, "missing" if missing else f"cannot be read: {error}")
+            return None
+        self._read(len(data))
+        return data
+
+    # --- the journal ---
+
+    def _check_journal(self) -> list[Json]:
+        """The records up to the first damage."""
+        path = self.directory.journal
+        data = self._content(path) or b""
+        lines: list[Json] = []
+        check, start = "", 0
+        while (stop := data.find(b"\n", start)) >= 0:
+            number, place = len(lines) + 1, f"bytes {start} to {stop + 1}"
+            try:
+                record, check = journal.decode_line(data[start:stop], number, check)
+            except ValueError as error:
+                self._say(path, f"line {number}, {place}", f"{error}; nothing behind it is proven")
+                break
+            lines.append(record)
+            start = stop + 1
+        else:
+            if start < len(data) and not self.living:
+                place = f"line {len(lines) + 1}, bytes {start} to {len(data)}"
+                self._say(path, place, "torn: no line break ends it (the next start repairs that)")
+        self.report.counts["journal_records"] = len(lines)
+        return lines
+
+    def _records_of(self, lines: Iterable[Json]) -> Iterator[ev.Record]:
+        for line in lines:
+            try:
+                record = ev.record_from_json(line)
+            except ContractError as error:
+                self._say(self.directory.journal, f"line {line['seq']}", str(error))
+                continue
+            if record is not None:
+                yield record
+
+    # --- the ledger ---
+
+    def _check_ledger(
+        self, lines: Sequence[Json], durable: Durable, records: Sequence[ev.Record]
+    ) -> None:
+        path, bindings = self.directory.ledger, bindings_of(lines)
+        begin = Begin()
+        for record in records:
+            if isinstance(record, ev.RunImported):
+                begin = Begin(imported=record.ledger_entries)
+            elif isinstance(record, ev.RunForked) and record.ledger_entries == 0:
+                begin = Begin(first_step=record.step + 1)
+        try:
+            proof = prove_ledger(
+                path, bindings, begin, writing=self.living, advance=self._read
+            )
+        except FileNotFoundError:
+            proof = LedgerProof()
+            if durable.attempt or bindings:
+                self._say(path, WHOLE, f"missing; the journal binds it {len(bindings)} times")
+        except OSError as error:
+            proof = LedgerProof()
+            self._say(path, WHOLE, f"cannot be read: {error}")
+        self.report.problems += proof.problems
+        self.report.notes += proof.notes
+        self.report.counts["ledger_entries"] = proof.entries
+        self.report.counts["ledger_entries_bound"] = proof.bound
+        self.report.counts["ledger_bindings"] = len(bindings)
+
+    # --- checkpoints ---
+
+    def _check_checkpoints(self, durable: Durable, records: Iterable[ev.Record]) -> None:
+        promised = promises(records)
+        found = checkpoints.find(self.directory.checkpoints)
+        check = partial(self._check_checkpoint, durable=durable, promised=promised)
+        # Training goes first: beside a living run one thread has to do.
+        threads = 1 if self.living else min(_THREADS_MAX, os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads) as pool:
+            verdicts = list(pool.map(check, found))
+        present = {one.step for one in found}
+        missing = set(promised) - present
+        for one, (problems, condemned) in zip(found, verdicts, strict=True):
+            if problems and self.living and not one.binary.exists():
+                missing.add(one.step)
+                continue
+            self.report.problems += problems
+            if condemned:
+                self.condemned.append((one, condemned))
+        if self.living and missing:
+            missing = self._still_missing(missing)
+        for step in sorted(missing):
+            name = f"{checkpoint_stem(step)}{checkpoints.BINARY}"
+            self._say(
+                self.directory.checkpoints / name, WHOLE, "missing; the journal says it is here"
+            )
+        unknown = sorted(present - set(promised))
+        if unknown:
+            self.report.notes.append(f"checkpoints of steps {unknown} are not on record yet")
+        self.report.counts["checkpoints"] = len(found)
+
+    def _still_missing(self, steps: set[int]) -> set[int]:
+        """Those that a living supervisor does not take off the record either: it removes first
+        and journals then."""
+        for _ in range(_LOOKS):
+            lines, _ = journal.read(self.directory.journal)
+            steps = steps & set(promises(filter(None, map(ev.record_from_json, lines))))
+            if not steps:
+                break
+            time.sleep(_LOOK_SECONDS)
+        return steps
+
+    def _check_checkpoint(
+        self, found: Found, durable: Durable, promised: dict[int, Promise]
+    ) -> tuple[list[Problem], str]:
+        """What is wrong with one checkpoint, and the reason to set it aside where there is one.
+        Runs in several threads at once."""
+        left = found.binary.stat().st_size if found.binary.exists() else 0
+
+        def tick() -> None:
+            nonlocal left
+            self._read(min(CHUNK_BYTES, left))
+            left -= min(CHUNK_BYTES, left)
+
+        try:
+            verified = readback.verify(
+                found, durable.run_id, durable.lineage, bare_allowed=durable.imported, tick=tick
+            )
+        except Damaged as damage:
+            return [Problem(*where) for where in self._locate(found, damage)], damage.reason
+        except OSError as error:
+            return [Problem(self._name(found.binary), WHOLE, f"cannot be read: {error}")], ""
+        self._summaries[found.step] = checkpoint_requests.summary(verified)
+        promise = promised.get(found.step)
+        if promise is None:
+            return [], ""
+        for what, now, then in (
+            ("digest over its chunks", verified.binary_digest, promise.binary_digest),
+            ("SHA-256", verified.sha256, promise.sha256),
+        ):
+            if then and now != then:
+                reason = f"its {what} is {now}, the journal recorded {then}"
+                return [Problem(self._name(found.binary), WHOLE, reason)], reason
+        return [], ""
+
+    def _locate(self, found: Found, damage: Damaged) -> Iterator[tuple[str, str, str]]:
+        """File, place and reason of every damage in a checkpoint that is known to have one."""
+        binary, manifest = self._name(found.binary), found.manifest
+        if manifest is None:
+            yield self._name(found.binary.with_suffix(checkpoints.MANIFEST)), WHOLE, "missing"
+            return
+        if damage.reason.startswith(manifest.name):
+            reason = damage.reason.removeprefix(f"{manifest.name}: ")
+            size = manifest.stat().st_size if manifest.exists() else 0
+            yield self._name(manifest), f"bytes 0 to {size}", reason
+            return
+        places = list(_damaged_places(found))
+        for place in places:
+            yield binary, place, "differs from its manifest"
+        if not places:
+            yield binary, WHOLE, damage.reason.removeprefix(f"{found.binary.name}: ")
+
+    # --- the small files ---
+
+    def _check_stored(self, records: Iterable[ev.Record]) -> None:
+        stored = {r.file: r.sha256 for r in records if isinstance(r, ev.FileStored)}
+        for file, expected in sorted(stored.items()):
+            path = self.directory.path / file
+            data = self._content(path)
+            if data is not None and (found := contract.digest(data)) != expected:
+                what = f"its SHA-256 is {found}, the journal recorded {expected}"
+                self._say(path, f"bytes 0 to {len(data)}", what)
+        for path in sorted(self.directory.policies.glob("*.toml")):
+            if self._name(path) not in stored:
+                self.report.notes.append(f"{self._name(path)} is not on record")
+        if self.directory.run_file.exists():
+            try:
+                config.load(self.directory.run_file)
+            except config.ConfigError as error:
+                for problem in error.problems:
+                    what = f"expected {problem.expected}, found {problem.value!r}"
+                    self._say(self.directory.run_file, problem.key, what)
+        self.report.counts["stored_files"] = len(stored)
+
+    def _check_sidecars(self) -> None:
+        samples = self._json(self.directory.samples, list)
+        for number, row in enumerate(samples or []):
+            if not _is_sample(row):
+                what = "expected an object with step, prompt and text"
+                self._say(self.directory.samples, f"item {number}", what)
+        for name, value in (self._json(self.directory.training, dict) or {}).items():
+            if contract.parse_attempt_stem(name) is None or not isinstance(value, dict):
+                what = "expected attempt-NNNN with an object"
+                self._say(self.directory.training, f"key {name!r}", what)
+        state = self._json(self.directory.state, dict)
+        if state is not None:
+            self._check_state(state)
+
+    def _json(self, path: Path, kind: type) -> Any:
+        """The content of a sidecar that need not exist; None, and a problem, if it is wrong."""
+        data = self._content(path) if path.exists() else None
+        if data is None:
+            return None
+        try:
+            value = orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            self._say(path, f"line {error.lineno}, byte {error.pos}", f"not JSON ({error.msg})")
+            return None
+        if not isinstance(value, kind):
+            self._say(path, WHOLE, f"expected a JSON {kind.__name__}, got {type(value).__name__}")
+            return None
+        return value
+
+    def _check_state(self, state: Json) -> None:
+        """Against the manifest of its step, which is the authority."""
+        path, step = self.directory.state, state.get("step")
+        summary = self._summaries.get(step) if isinstance(step, int) else None
+        if not isinstance(step, int):
+            self._say(path, "key 'step'", f"expected an integer, got {step!r}")
+        elif summary is None:
+            self.report.notes.append(
+                f"{path.name} is of step {step}, whose checkpoint is not here to compare with"
+            )
+        for name in _STATE_FIELDS if isinstance(step, int) else ():
+            if name not in state:
+                self._say(path, f"key {name!r}", "missing")
+            elif summary is not None and state[name] != summary[name]:
+                what = f"differs from the manifest of checkpoint {step}"
+                self._say(path, f"key {name!r}", what)
+
+    # --- what was set aside ---
+
+    def _check_archives(self) -> None:
+        archives = sorted((self.directory.path / contract.ARCHIVE).glob("*/"))
+        for archive in archives:
+            if archive.name.startswith(contract.TEMPORARY_PREFIX):
+                continue
+            if not (archive / DIGESTS_FILE).exists():
+                self._say(archive / DIGESTS_FILE, WHOLE, "missing")
+                continue
+            self._check_archive(archive, self._json(archive / DIGESTS_FILE, dict) or {})
+        self.report.counts["archives"] = len(archives)
+
+    def _check_archive(self, archive: Path, digests: Json) -> None:
+        for name, expected in sorted(digests.items()):
+            if Path(name).name != name:
+                self._say(archive / DIGESTS_FILE, f"key {name!r}", "expected the name of a file")
+                continue
+            data = self._content(archive / name)
+            if data is not None and (found := contract.digest(data)) != expected:
+                what = f"its SHA-256 is {found}, {DIGESTS_FILE} says {expected}"
+                self._say(archive / name, f"bytes 0 to {len(data)}", what)
+        for path in sorted(archive.iterdir()):
+            if path.name not in digests and path.name != DIGESTS_FILE:
+                self._say(path, WHOLE, f"{DIGESTS_FILE} does not list it")
+
+    def _list_set_aside(self) -> None:
+        for name in (contract.SUPERSEDED, contract.QUARANTINE):
+            binaries = sorted(path.name for path in (self.directory.path / name).glob("*.bin"))
+            self.report.counts[name] = len(binaries)
+            if binaries:
+                self.report.notes.append(f"{name}/ holds {', '.join(binaries)}")
+
+
+def _is_sample(row: object) -> bool:
+    if not isinstance(row, dict):
+        return False
+    kinds: dict[str, type] = {"step": int, "prompt": str, "text": str}
+    return all(isinstance(row.get(name), kind) for name, kind in kinds.items())
+
+
+# --- what the journal says of checkpoints ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """A checkpoint that the journal says is there; an empty digest is not on record."""
+
+    binary_digest: str
+    sha256: str = ""
+
+
+def promises(records: Iterable[ev.Record]) -> dict[int, Promise]:
+    """By step, what the records promise of checkpoints/. A later record of a step replaces an
+    earlier one: a step that was left behind may be reached again."""
+    promised: dict[int, Promise] = {}
+    for record in records:
+        match record:
+            case ev.CheckpointCommitted():
+                promised[record.step] = Promise(record.binary_digest)
+            case ev.CheckpointVerified():
+                digest = promised[record.step].binary_digest if record.step in promised else ""
+                promised[record.step] = Promise(digest, record.sha256)
+            case ev.CheckpointQuarantined():
+                promised.pop(record.step, None)
+            case ev.CheckpointsSuperseded() | ev.CheckpointsRemoved():
+                for step in record.steps:
+                    promised.pop(step, None)
+            case _:
+                pass
+    return promised
+
+
+def _damaged_places(found: Found) -> Iterator[str]:
+    """Where a `.bin` differs from its manifest: its length, its header, each of its chunks."""
+    assert found.manifest is not None
+    manifest = contract.parse_manifest(found.manifest.read_bytes(), found.manifest.name)
+    size = found.binary.stat().st_size if found.binary.exists() else 0
+    if size != manifest.size_bytes:
+        low, high = sorted((size, manifest.size_bytes))
+        word = "missing" if size < manifest.size_bytes else "too many"
+        yield f"bytes {low} to {high} are {word}"
+    if not size:
+        return
+    total = len(manifest.chunks)
+    with open_cold(found.binary) as file:
+        for number, expected in enumerate(manifest.chunks):
+            start = number * CHUNK_BYTES
+            stop = min(start + CHUNK_BYTES, manifest.size_bytes)
+            parts = readback.regions(start, stop, manifest.parameters)
+            place = f"chunk {number} of {total}, bytes {start} to {stop} ({parts})"
+            try:
+                data = os.pread(file.fileno(), stop - start, start)
+            except OSError as error:
+                yield f"{place}, which cannot be read ({error.strerror})"
+                continue
+            if sha256(data).hexdigest() == expected:
+                continue
+            header = data[:HEADER_BYTES] if number == 0 else b""
+            wrong = _differing_bytes(header, manifest)
+            yield f"{place}, header bytes {wrong}" if wrong else place
+
+
+def _differing_bytes(header: bytes, manifest: contract.Manifest) -> str:
+    expected = manifest.step.to_bytes(4, "little") + manifest.parameters.to_bytes(4, "little")
+    wrong = [str(n) for n, (a, b) in enumerate(zip(header, expected, strict=False)) if a != b]
+    return ", ".join(wrong)
+
+
+Verifier = Callable[[RunDirectory, Advance], Report]
