@@ -78,7 +78,7 @@ def life_from_environment(environment: Mapping[str, str]) -> Life | None:
         supervised=True,
         lock_fd=integer(contract.ENV_LOCK_FD),
         settings_file=Path(settings) if settings else None,
-        until_step=integer(contract.ENV_UNTIL_STEP) if contract.ENV_UNTIL_STEP in environment else None,
+        until_step=integer(until) if (until := contract.ENV_UNTIL_STEP) in environment else None,
     )
 
 

@@ -306,7 +306,6 @@ class Recorder:
             for sample in audit.samples
         ]
         # A step audited again replaces its audit and everything a left branch audited after it.
-        self.epoch = epoch
         kept = [row for row in self._samples if row.get("step", 0) < audit.step]
         self._samples = [*kept, *rows][-self._samples_keep :]
         self._files[self._directory.samples] = _dump(self._samples)
@@ -336,6 +335,7 @@ class Recorder:
 
     def begin_epoch(self, epoch: int) -> None:
         """Samples and state are those of one epoch; what an earlier one left is in its archive."""
+        self.epoch = epoch
         kept = [row for row in self._samples if row.get("epoch", epoch) >= epoch]
         if len(kept) != len(self._samples):
             self._samples = kept

@@ -57,13 +57,16 @@ def planned_faults(attempt: int) -> dict[str, list[str]]:
     return found
 
 
+PAUSE_SECONDS = 30.0
+
+
 class Saboteur:
     """One life. `step` is the number of completed updates."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self.life = link.life
-        with (link.directory / contract.RUN_FILE).open("rb") as file:
+        with (link.life.settings_file or link.directory / contract.RUN_FILE).open("rb") as file:
             settings = tomllib.load(file)
         self.run_id: str = settings["run"]["id"]
         self.target: int = settings["training"]["steps"]
@@ -90,9 +93,17 @@ class Saboteur:
         """Saves if that is due. True: this life is over."""
         regular = self.step % self.cadence == 0 or self.step == self.target
         due = self.link.due(cadence=regular and self.step > self.saved)
+        until = self.life.until_step is not None and self.step >= self.life.until_step
         if due.reason is not None and self.step > 0:
             self.save(due.reason, due.requests)
-        return due.stop or self.step >= self.target
+        elif until and self.step > self.saved:
+            self.save("cadence", ())
+        if due.pause is not None and not due.stop and self.step < self.target:
+            self.link.paused(self.step, due.pause)
+            self.misbehave("paused")
+            if self.link.wait_for_exit(PAUSE_SECONDS):
+                return True
+        return due.stop or until or self.step >= self.target
 
     def held(self) -> bool:
         gate = os.environ.get("SABOTEUR_GATE")
@@ -125,6 +136,7 @@ class Saboteur:
             PARAMETERS,
             run_id=self.run_id,
             attempt=life.attempt,
+            epoch=life.epoch,
             reason=reason,
             requests=requests,
         )

@@ -1,0 +1,148 @@
+"""What is checked before a pivot is asked for: the policy file against the run, and its data.
+
+What may live here: the client's part of a pivot, a rollback and a look at policies. Nothing here
+touches the run; the daemon carries out what was found good, and only for the epoch that it was
+checked against.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from supervisor import config, contract
+from supervisor import events as ev
+from supervisor.changes import Change
+from supervisor.config import Settings
+from supervisor.contract import Json
+from supervisor.journal import read
+from supervisor.pivoting import owner
+from supervisor.state import Durable, fold
+
+CHECK_SECONDS: Final = 600.0
+
+
+class PolicyRefused(ValueError):
+    """The policy cannot rule this run; the text says which key, which value, and what would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A checked pivot: what the request to the daemon says, and what it would change."""
+
+    content: Json
+    changes: list[Change]
+    settings: Settings
+
+
+def durable_of(directory: Path) -> Durable:
+    """What the journal of a run adds up to. Takes no lock."""
+    lines, _ = read(directory / contract.JOURNAL_FILE)
+    records = (ev.record_from_json(line) for line in lines)
+    return fold(record for record in records if record is not None)
+
+
+def propose(
+    directory: Path,
+    policy_file: Path | None,
+    *,
+    at: str,
+    reason: str,
+    to_step: int | None,
+    environment: Mapping[str, str],
+) -> Proposal:
+    """Checks everything that can be checked without touching the run.
+
+    `policy_file` None is for a rollback: the settings of the epoch that owned `to_step`. Raises
+    PolicyRefused or config.ConfigError.
+    """
+    durable = durable_of(directory)
+    parent = owner(durable, to_step)[0] if to_step is not None else durable.epochs[-1]
+    ruling = config.load(directory / contract.RUN_FILE)
+    base = _settings_of(parent.settings, ruling)
+    text = "" if policy_file is None else policy_file.read_text(encoding="utf-8")
+    settings = base if policy_file is None else _overlaid(base, policy_file, environment)
+    changes = _checked(ruling, settings, policy_file)
+    if to_step is None and not changes:
+        raise PolicyRefused(f"{policy_file}: changes nothing; the run has this policy already")
+    if policy_file is not None and settings.trainer.command is None:
+        _check_data(settings)
+    content: Json = {
+        "at": at,
+        "epoch": durable.epoch,
+        "parent": parent.number,
+        "to_step": to_step,
+        "policy": text or config.dump_policy(settings),
+        "settings": config.dump(settings),
+        "policy_digest": config.policy_digest(settings),
+        "reason": reason,
+    }
+    return Proposal(content, changes, settings)
+
+
+def _settings_of(recorded: str, ruling: Settings) -> Settings:
+    """An epoch's settings with the operational ones of today; its own are as old as it is."""
+    if not recorded:
+        return ruling
+    old = config.parse_toml(recorded, "the journal")
+    return config.accept(old, config.compare(old, ruling).operational)
+
+
+def _overlaid(base: Settings, policy_file: Path, environment: Mapping[str, str]) -> Settings:
+    """The base under the policy file: its [policy] replaces the old one, other keys overlay."""
+    submitted = config.read_toml(policy_file)
+    allowed = {"policy", "training", "samples", "checkpoint", "evaluation"}
+    unknown = sorted(submitted.keys() - allowed)
+    if unknown:
+        raise config.ConfigError(
+            [
+                config.Problem(
+                    str(policy_file), name, None, f"only what a pivot may change: {sorted(allowed)}"
+                )
+                for name in unknown
+            ]
+        )
+    tree: dict[str, Any] = base.tree()
+    for section, table in submitted.items():
+        replaced = section == "policy" or not isinstance(table, dict)
+        tree[section] = table if replaced else {**tree[section], **table}
+    return config.parse(_without_nulls(tree), str(policy_file))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _checked(ruling: Settings, settings: Settings, policy_file: Path | None) -> list[Change]:
+    comparison = config.compare(ruling, settings)
+    refused = [*comparison.identity, *comparison.operational]
+    if refused:
+        lines = "\n".join(f"  {change}" for change in refused)
+        raise PolicyRefused(f"{policy_file}: a pivot cannot change these:\n{lines}")
+    return comparison.policy
+
+
+def _check_data(settings: Settings) -> None:
+    """Loads and digests every arm in a process of the trainer's, which knows how."""
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
+        file.write(config.dump(settings))
+        file.flush()
+        check = subprocess.run(
+            [sys.executable, "-m", "trainer", "check", "--config", file.name],
+            capture_output=True,
+            timeout=CHECK_SECONDS,
+            check=False,
+        )
+    if check.returncode != 0:
+        text = check.stderr.decode("utf-8", "replace").strip().replace(file.name, "the policy")
+        raise PolicyRefused(text or f"the data check ended with code {check.returncode}")
+    orjson.loads(check.stdout)
