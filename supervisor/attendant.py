@@ -47,6 +47,7 @@ class Attendant:
         self._log = log
         self._child: child.Child | None = None
         self._nonce = ""
+        self._main: ev.AttemptSpawned | None = None
         self._told = False
         self._death: _Death | None = None
 
@@ -62,10 +63,11 @@ class Attendant:
         """The pidfd: readable when the main process ends."""
         return self._child.pidfd if self._child is not None and not self._told else None
 
-    def holders(self, nonce: str) -> tuple[ev.Holder, ...]:
-        """Who holds trainer.lock; `nonce` is that of the attempt which may."""
+    def holders(self, nonce: str, main: ev.AttemptSpawned | None) -> tuple[ev.Holder, ...]:
+        """Who holds trainer.lock; `nonce` is that of the attempt which may, `main` its process."""
         self._nonce = nonce
-        return child.holders(self._directory.trainer_lock, nonce)
+        self._main = main
+        return child.holders(self._directory.trainer_lock, nonce, main)
 
     def spawn(
         self,
@@ -113,7 +115,7 @@ class Attendant:
         """False where the process has gone, or is not provably ours, by now."""
         self._nonce = nonce
         self._told = False
-        self._child = child.adopt(pid, self._directory.trainer_lock, nonce)
+        self._child = child.adopt(pid, self._directory.trainer_lock, nonce, self._main)
         return self._child is not None
 
     def died(self) -> bool:

@@ -292,7 +292,7 @@ def mixed(shares: Sequence[float], exploration: float) -> list[float]:
 
 
 def wanted(
-    kind: str, tuning: Tuning, learned: Sequence[Statistics], confidence: float, explore: bool
+    kind: str, tuning: Tuning, confidence: float, learned: Sequence[Statistics], *, explore: bool
 ) -> list[float]:
     """How much each arm is wanted, beside the most wanted, which has 1.
 
@@ -319,6 +319,12 @@ def window_required(floors: Sequence[float]) -> int:
     arms = len(floors)
     harmonic = math.fsum(1 / k for k in range(1, arms + 1))
     return math.floor((harmonic - 1 / arms) / min(floors)) + 1
+
+
+def epoch_share(epochs: float, round_pulls: float, spent: int, pulls_left: int) -> float:
+    """The share of `pulls_left` that takes an arm of `round_pulls` a round no further than `epochs`
+    rounds, `spent` pulls of which are gone; 1 where that is no limit."""
+    return min(1.0, max(0.0, epochs * round_pulls - spent) / max(1, pulls_left))
 
 
 def run_length(seed: int, phase: str, number: int, least: int, most: int) -> int:

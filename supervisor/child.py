@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from supervisor import contract
-from supervisor.events import Holder
+from supervisor.events import AttemptSpawned, Holder
 
 # Spawned with SIGUSR1 ignored, so that a request that comes too early cannot kill; and first in
 # line when memory runs out, before the supervisor that would restart it. The command arrives as
@@ -57,9 +57,15 @@ def handles_signal(pid: int, number: int) -> bool:
     return False
 
 
-def holders(lock_path: Path, nonce: str) -> tuple[Holder, ...]:
+def holders(
+    lock_path: Path, nonce: str, main: AttemptSpawned | None = None
+) -> tuple[Holder, ...]:
     """Every process that has trainer.lock open, by inode. Processes of other users are not
-    visible and cannot hold it: the run directory is owner-only."""
+    visible and cannot hold it: the run directory is owner-only.
+
+    `main` is the record of the attempt's main process. Where there is none, because the supervisor
+    died before it was written, whoever leads a session is taken for it.
+    """
     try:
         wanted = os.stat(lock_path)
     except FileNotFoundError:
@@ -75,11 +81,16 @@ def holders(lock_path: Path, nonce: str) -> tuple[Holder, ...]:
             Holder(
                 pid=pid,
                 ours=bool(nonce) and _environment(pid).get(contract.ENV_NONCE) == nonce,
-                leader=_session(pid) == pid,
+                leader=_session(pid) == pid if main is None else _is(pid, main),
                 command=_command(pid),
             )
         )
     return tuple(found)
+
+
+def _is(pid: int, recorded: AttemptSpawned) -> bool:
+    found = (pid, start_ticks(pid), boot_id())
+    return found == (recorded.pid, recorded.start_ticks, recorded.boot_id)
 
 
 def _has_open(pid: int, device: int, inode: int) -> bool:
@@ -191,18 +202,20 @@ def spawn(
     return Child(process.pid, pidfd, start_ticks(process.pid) or 0, process)
 
 
-def adopt(pid: int, lock_path: Path, nonce: str) -> Child | None:
+def adopt(
+    pid: int, lock_path: Path, nonce: str, main: AttemptSpawned | None = None
+) -> Child | None:
     """A child that an earlier supervisor started, or None where its identity is not proven.
 
     The pidfd comes first, so that everything checked afterwards is checked of the process it
-    names: it holds our lock, carries our nonce and leads its session.
+    names: it holds our lock, carries our nonce and is the main process on record.
     """
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return None
     ticks = start_ticks(pid)
-    proven = any(h.pid == pid and h.ours and h.leader for h in holders(lock_path, nonce))
+    proven = any(h.pid == pid and h.ours and h.leader for h in holders(lock_path, nonce, main))
     if ticks is None or not proven:
         os.close(pidfd)
         return None

@@ -15,7 +15,7 @@ import traceback
 
 import click
 
-from supervisor import __version__, control_commands, view_commands
+from supervisor import __version__, control_commands, proof_commands, view_commands
 from supervisor.contract import ExitCode
 from supervisor.terminal import complain
 
@@ -77,5 +77,8 @@ for command in (
     view_commands.samples,
     view_commands.checkpoints,
     view_commands.doctor,
+    proof_commands.verify,
+    proof_commands.history,
+    proof_commands.import_command,
 ):
     cli.add_command(command)

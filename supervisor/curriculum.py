@@ -1,169 +1,390 @@
 """Which arm the next step trains on: preferences, then shares, then picks. Pure.
 
-What may live here: the policy, the state it needs, and the way from one to the next pick. No
-clock, file, process, random source, thread or socket, and neither torch nor numpy; everything is
-a function of its arguments.
+What may live here: the way from one state of the curriculum to the next pick, and what steps,
+evaluations and pivots do to it. No clock, file, process, random source, thread or socket, and
+neither torch nor numpy; everything is a function of its arguments. This is the one door for others:
+the policy is in `policy`, the state and its saved form in `curriculum_state`.
 
-    preferences(state)  what the policy kind would like, any scale
+    preferences(state)  what the policy kind would like, any scale           (supervisor.bandit)
     -> project          shares that sum to 1 within caps and floors      (supervisor.projection)
     -> integer_weights  the same in whole units, equal on every machine  (supervisor.projection)
     -> pick             smooth weighted round robin                      (supervisor.projection)
 
-A further kind of policy adds its branch to `preferences` and its constants to `KINDS`.
+A decision is made when a phase begins, and for the adaptive kinds after each complete window (ucb1:
+each run of one arm). Between two decisions only picks and sums change.
 
 Invariants:
 - The configured arms and the arms of the state are the same list in the same order, and every sum
   runs over the arms that are active in the phase. An arm that left cannot take part in anything.
 - Weights sum to SHARE_UNITS over the active arms and are 0 elsewhere; credits sum to 0.
-- The state changes only through `next_arm` (counts a pull) and `observe` (counts a step).
+- The state changes only through `next_arm` (counts a pull), `observe` (counts a step), `evaluated`,
+  and what the operator does: `rest`, `rejoin`, `extended`, `pivoted`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
-from supervisor.projection import Infeasible as Infeasible  # part of this module's interface
-from supervisor.projection import check_feasible, integer_weights, pick, project
+from supervisor import bandit
+from supervisor.bandit import WINDOWED, Pool, Statistics, Window, averaged, run_length
 
-KINDS: Final = ("static",)
-BOUNDS: Final = ("share", "weight")
+# The names below are part of this module's interface.
+from supervisor.bandit import Tuning as Tuning
+from supervisor.curriculum_state import STATE_FORMAT as STATE_FORMAT
+from supervisor.curriculum_state import ArmState as ArmState
+from supervisor.curriculum_state import PhaseCount as PhaseCount
+from supervisor.curriculum_state import Retired as Retired
+from supervisor.curriculum_state import Source as Source
+from supervisor.curriculum_state import State as State
+from supervisor.curriculum_state import StateError as StateError
+from supervisor.curriculum_state import from_json as from_json
+from supervisor.curriculum_state import to_json as to_json
+from supervisor.policy import BOUNDS as BOUNDS
+from supervisor.policy import KINDS as KINDS
+from supervisor.policy import MAIN as MAIN
+from supervisor.policy import WARM_UP as WARM_UP
+from supervisor.policy import ArmPolicy as ArmPolicy
+from supervisor.policy import Policy as Policy
+from supervisor.policy import PolicyError as PolicyError
+from supervisor.policy import check_policy as check_policy
+from supervisor.policy import fragile_arms as fragile_arms
+from supervisor.projection import SHARE_UNITS, check_feasible, integer_weights, pick, project
+from supervisor.projection import Infeasible as Infeasible
 
-WARM_UP: Final = "warm-up"
-MAIN: Final = "main"
-
-EMA_ALPHA: Final = 0.1
-REWARD_SCALE: Final = 1000.0
-STATE_FORMAT: Final = 1
-
-
-class PolicyError(ValueError):
-    """The operator's policy cannot be carried out; the text says what to change."""
-
-
-class StateError(ValueError):
-    """A saved state that does not belong to this policy, or is damaged."""
-
-
-# --- policy and state ---
-
-
-@dataclass(frozen=True, slots=True)
-class ArmPolicy:
-    """One arm: its relative `weight`, and the bounds on its share (or its weight)."""
-
-    name: str
-    weight: float
-    floor: float
-    cap: float
+# Arms that join others share at most RAMP_START of the picks at first, and are as free as all others
+# after RAMP_WINDOWS windows.
+RAMP_START: Final = 0.3
+RAMP_WINDOWS: Final = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How arms are chosen from the policy's first step on.
+# --- the first state of a policy ------------------------------------------------------------------
 
-    During the first `warmup_steps` steps only `warmup_arms` are active. `bounds` says what floors
-    and caps bound: "share" the share of the picks, "weight" the relative weight before it is
-    normalised (ANDREA's meaning, where a cap may well be above 1).
+
+def create(
+    policy: Policy,
+    *,
+    seed: int = 0,
+    repetition: Mapping[str, float] | None = None,
+    fingerprints: Mapping[str, str] | None = None,
+    round_pulls: Mapping[str, float] | None = None,
+    steps: int | None = None,
+) -> State:
+    """A fresh state.
+
+    `seed` decides run lengths. By arm: `repetition`, the rep-4 of its training text (0 to 1);
+    `fingerprints`, the digest of its text; `round_pulls`, the pulls of one pass over it. `steps`
+    are those to come. `maximum_epochs` needs these last two. Raises PolicyError (or Infeasible) if
+    any phase cannot be carried out.
     """
-
-    kind: str
-    bounds: str
-    warmup_steps: int
-    warmup_arms: tuple[str, ...]
-    arms: tuple[ArmPolicy, ...]
-
-    def active(self, phase: str) -> tuple[int, ...]:
-        """Positions of the arms that may be picked in `phase`, in configured order."""
-        return tuple(
-            position
-            for position, arm in enumerate(self.arms)
-            if phase == MAIN or arm.name in self.warmup_arms
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ArmState:
-    """What is remembered of one arm. The averages are None until there is a value to average.
-
-    `ema_loss` is in nats; `ema_reward` in thousandths of a nat; `credit` in SHARE_UNITS.
-    """
-
-    pulls: int = 0
-    ema_loss: float | None = None
-    ema_reward: float | None = None
-    credit: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseCount:
-    """Draws and completed optimizer steps of one phase."""
-
-    pulls: int = 0
-    steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """The whole of the curriculum between two steps; `arms` stands in the policy's order.
-
-    `shares` and `weights` are the decision in force, derived when the phase begins.
-    """
-
-    policy: Policy
-    arms: tuple[ArmState, ...]
-    warm_up: PhaseCount
-    main: PhaseCount
-    shares: tuple[float, ...]
-    weights: tuple[int, ...]
-
-    @property
-    def phase(self) -> str:
-        return WARM_UP if self.warm_up.steps < self.policy.warmup_steps else MAIN
-
-
-# --- the life of a state ---
-
-
-def create(policy: Policy) -> State:
-    """A fresh state. Raises PolicyError (or Infeasible) if any phase cannot be carried out."""
     check_policy(policy)
-    arms = tuple(ArmState() for _ in policy.arms)
-    return _decide(State(policy, arms, PhaseCount(), PhaseCount(), (), ()))
+    sources = _sources(policy, repetition or {}, fingerprints or {})
+    return _begin(policy, seed, sources, (), round_pulls or {}, steps)
+
+
+def pivoted(
+    old: State,
+    policy: Policy,
+    *,
+    repetition: Mapping[str, float] | None = None,
+    fingerprints: Mapping[str, str] | None = None,
+    round_pulls: Mapping[str, float] | None = None,
+    steps: int | None = None,
+) -> State:
+    """The fresh state of a new policy after `old`; keywords as for `create`.
+
+    Nothing is kept of the old statistics, counters and credits. An arm that stays, by name and
+    fingerprint, keeps its lifetime pulls and targets, also if it had been away for a while;
+    everything that is not configured any more is in `retired`.
+    """
+    check_policy(policy)
+    past = {(arm.name, arm.fingerprint): arm for arm in (*old.retired, *_lives(old))}
+    sources = []
+    for name, source in zip(
+        policy.names, _sources(policy, repetition or {}, fingerprints or {}), strict=True
+    ):
+        life = past.pop((name, source.fingerprint), None)
+        sources.append(
+            source if life is None else replace(source, pulls=life.pulls, targets=life.targets)
+        )
+    retired = tuple(past.values())
+    return _begin(policy, old.seed, tuple(sources), retired, round_pulls or {}, steps)
+
+
+def extended(state: State, round_pulls: Mapping[str, float], steps: int) -> State:
+    """The same state with another number of `steps` to come, shared anew under `maximum_epochs`.
+
+    Raises Infeasible where the arms do not hold so many steps.
+    """
+    if state.policy.tuning.maximum_epochs is None:
+        return state
+    return _decide(_planned(state, round_pulls, steps))
+
+
+def _sources(
+    policy: Policy, repetition: Mapping[str, float], fingerprints: Mapping[str, str]
+) -> tuple[Source, ...]:
+    for what, given in (("repetition", repetition), ("fingerprints", fingerprints)):
+        if unknown := sorted(set(given) - set(policy.names)):
+            raise PolicyError(f"{what}: no arm is named {', '.join(unknown)}")
+    for name, share in repetition.items():
+        if not 0 <= share <= 1:
+            raise PolicyError(f"arm {name}: repetition is {share}, expected a number from 0 to 1")
+    return tuple(
+        Source(fingerprint=fingerprints.get(name), repetition=repetition.get(name, 0.0))
+        for name in policy.names
+    )
+
+
+def _lives(state: State) -> list[Retired]:
+    return [
+        Retired(
+            name,
+            arm.source.fingerprint,
+            arm.source.pulls + arm.pulls,
+            arm.source.targets + arm.targets,
+        )
+        for name, arm in zip(state.policy.names, state.arms, strict=True)
+    ]
+
+
+def _begin(
+    policy: Policy,
+    seed: int,
+    sources: tuple[Source, ...],
+    retired: tuple[Retired, ...],
+    round_pulls: Mapping[str, float],
+    steps: int | None,
+) -> State:
+    arms = tuple(ArmState(source=source) for source in sources)
+    state = State(policy, seed, arms, PhaseCount(), PhaseCount(), (), (), retired=retired)
+    state = replace(state, window_pulls=policy.window_pulls(state.phase))
+    if policy.tuning.maximum_epochs is not None:
+        state = _planned(state, round_pulls, steps)
+    return _decide(state)
+
+
+def _planned(state: State, round_pulls: Mapping[str, float], steps: int | None) -> State:
+    """With the share of the `steps` to come that `maximum_epochs` leaves each arm."""
+    policy, epochs = state.policy, state.policy.tuning.maximum_epochs
+    assert epochs is not None, "there is no limit to plan for"
+    missing = [name for name in policy.names if name not in round_pulls]
+    if missing or steps is None:
+        raise PolicyError(
+            f"policy.maximum_epochs is {epochs:g}, but the size of {', '.join(missing) or 'the run'}"
+            " is not known; leave it out, or give the pulls of one pass and the steps to come"
+        )
+    locked_steps = max(0, policy.warmup_steps - state.warm_up.steps)
+    arms = []
+    for name, arm in zip(policy.names, state.arms, strict=True):
+        pulls_left = steps if name in policy.warmup_arms else steps - locked_steps
+        spent = arm.source.pulls + arm.pulls
+        share = bandit.epoch_share(epochs, round_pulls[name], spent, pulls_left)
+        arms.append(replace(arm, source=replace(arm.source, ceiling=_on_grid(share))))
+    planned = replace(state, arms=tuple(arms))
+    for phase in (state.phase, MAIN):
+        active = policy.active(phase)
+        where = f"phase {phase}, with at most {epochs:g} epochs in {steps} steps: "
+        check_feasible(*_limits(planned, active, [arms[k].source.ceiling for k in active]), where)
+    return planned
+
+
+# --- steps ----------------------------------------------------------------------------------------
 
 
 def next_arm(state: State) -> tuple[str, State]:
     """The arm of the next draw, and the state that has counted this pull."""
-    picked, credits = pick([arm.credit for arm in state.arms], state.weights)
+    credits = [arm.credit for arm in state.arms]
+    picked, left = state.running, state.run_left - 1
+    began = picked is None
+    if picked is None:
+        picked, credits = pick(credits, state.weights)
+        least, most = state.policy.run_steps
+        runs = (state.warm_up if state.phase == WARM_UP else state.main).runs
+        left = run_length(state.seed, state.phase, runs, least, most) - 1
+    else:
+        # Inside a run all earn and the running arm pays, as if it had been picked again.
+        credits = [credit + weight for credit, weight in zip(credits, state.weights, strict=True)]
+        credits[picked] -= SHARE_UNITS
     arms = tuple(
-        ArmState(arm.pulls + (position == picked), arm.ema_loss, arm.ema_reward, credit)
+        _drawn(arm, credit, position == picked)
         for position, (arm, credit) in enumerate(zip(state.arms, credits, strict=True))
     )
-    return state.policy.arms[picked].name, replace(_count(state, pulls=1), arms=arms)
+    counted = _counted(state, pulls=1, runs=int(began))
+    running = picked if left else None
+    return state.policy.arms[picked].name, replace(
+        state, arms=arms, running=running, run_left=left, **counted
+    )
 
 
-def observe(state: State, arm: str, loss: float) -> State:
-    """The state after a completed step on `arm` with mean loss `loss` (nats); counts the step.
+def observe(state: State, arm: str, loss: float, targets: int = 1) -> State:
+    """The state after a completed step on `arm` with mean loss `loss` (nats) over `targets`.
 
-    Raises ValueError for an arm that is not active, and for a loss that is not finite: such a step
-    has no update, so no reward.
+    Counts the step. Raises ValueError for an arm that is not active, and for a loss that is not
+    finite: such a step has no update, so no reward.
     """
-    names = [configured.name for configured in state.policy.arms]
-    if arm not in names or names.index(arm) not in state.policy.active(state.phase):
-        raise ValueError(f"arm {arm} is not active in phase {state.phase}")
+    position = _active_position(state, arm)
     if not math.isfinite(loss):
         raise ValueError(f"arm {arm}: loss {loss} is not finite; a stopped step is not observed")
+    if targets < 1:
+        raise ValueError(f"arm {arm}: {targets} targets, expected at least 1")
+    arms = list(state.arms)
+    arms[position] = _trained(state.policy, arms[position], loss, targets)
+    counted, windowed = _counted(state, steps=1), state.policy.kind in WINDOWED
+    window_steps = state.window_steps + windowed
+    after = replace(state, arms=tuple(arms), window_steps=window_steps, **counted)
+    if after.phase != state.phase:
+        return _enter_main(after, state.active)
+    if windowed and window_steps >= state.window_pulls:
+        return _decide(_close_window(after))
+    if state.policy.kind == "ucb1" and after.running is None:
+        return _decide(after)
+    return after
+
+
+def evaluated(state: State, losses: Mapping[str, float]) -> State:
+    """After an evaluation: held-out `losses` by arm, in nats per target.
+
+    An arm that falls behind on text it does not train on earns less, from the next decision on.
+    Raises ValueError for an unknown arm and for a loss that is not finite.
+    """
+    names = state.policy.names
+    if unknown := sorted(set(losses) - set(names)):
+        raise ValueError(f"evaluation: no arm is named {', '.join(unknown)}")
+    for name, loss in losses.items():
+        if not math.isfinite(loss):
+            raise ValueError(f"arm {name}: held-out loss {loss} is not finite")
+    if not state.policy.tuning.heldout_gate:
+        return state
     arms = tuple(
-        _learn(item, loss) if name == arm else item
-        for name, item in zip(names, state.arms, strict=True)
+        replace(arm, learned=bandit.gated(arm.learned, losses[name])) if name in losses else arm
+        for name, arm in zip(names, state.arms, strict=True)
     )
-    after = replace(_count(state, steps=1), arms=arms)
-    if after.phase == state.phase:
-        return after
-    # Other arms, other debts: credits start at zero, and the shares are decided anew.
-    return _decide(replace(after, arms=tuple(replace(item, credit=0) for item in after.arms)))
+    return replace(state, arms=arms)
+
+
+def rest(state: State, arm: str) -> State:
+    """Without `arm`, whose source is not available. Its floor is forgiven, not owed.
+
+    Raises ValueError for an arm that is not active, Infeasible where the others cannot fill in.
+    """
+    position = _active_position(state, arm)
+    arms = _with(state.arms, position, replace(state.arms[position], resting=True))
+    return _decide(_fresh_window(replace(state, arms=arms)))
+
+
+def rejoin(state: State, arm: str) -> State:
+    """With an arm that rested; what it had shown is out of date, so it joins like a new one.
+
+    Raises ValueError for an arm that does not rest.
+    """
+    names = state.policy.names
+    if arm not in names or not state.arms[names.index(arm)].resting:
+        raise ValueError(f"arm {arm} does not rest")
+    position = names.index(arm)
+    arms = _with(state.arms, position, replace(state.arms[position], resting=False))
+    back = _joined(replace(state, arms=arms), state.active, [position])
+    return _decide(_fresh_window(back))
+
+
+def _active_position(state: State, arm: str) -> int:
+    for position, configured in enumerate(state.policy.arms):
+        if configured.name == arm and position in state.active:
+            return position
+    raise ValueError(f"arm {arm} is not active in phase {state.phase}")
+
+
+def _drawn(arm: ArmState, credit: int, picked: bool) -> ArmState:
+    return replace(arm, credit=credit, pulls=arm.pulls + picked)
+
+
+def _counted(state: State, pulls: int = 0, steps: int = 0, runs: int = 0) -> dict[str, Any]:
+    """The counter of the current phase, as the field of the state that changes."""
+    field = "warm_up" if state.phase == WARM_UP else "main"
+    count = getattr(state, field)
+    return {field: PhaseCount(count.pulls + pulls, count.steps + steps, count.runs + runs)}
+
+
+def _trained(policy: Policy, arm: ArmState, loss: float, targets: int) -> ArmState:
+    """One more step of the arm. The averages are ANDREA's, for all kinds; ucb1 learns from them."""
+    alpha, learned, ema_reward = policy.tuning.ema_alpha, arm.learned, arm.ema_reward
+    if arm.ema_loss is not None:
+        reward = bandit.andrea_reward(arm.ema_loss, loss)
+        ema_reward = averaged(ema_reward, reward, alpha)
+        if policy.kind == "ucb1":
+            learned = bandit.discounted(learned, 1, reward, 1.0)
+    windowed = policy.kind in WINDOWED
+    return replace(
+        arm,
+        targets=arm.targets + targets,
+        ema_loss=averaged(arm.ema_loss, loss, alpha),
+        ema_reward=ema_reward,
+        window_steps=arm.window_steps + windowed,
+        window_nats=arm.window_nats + loss * targets * windowed,
+        window_targets=arm.window_targets + targets * windowed,
+        learned=learned,
+    )
+
+
+def _close_window(state: State) -> State:
+    policy, active = state.policy, state.active
+    windows = []
+    for arm in (state.arms[position] for position in active):
+        loss = arm.window_nats / arm.window_targets if arm.window_steps else None
+        repetition = arm.source.repetition if policy.tuning.text_discount else 0.0
+        windows.append(Window(arm.window_steps, loss, repetition))
+    before = [state.arms[position].learned for position in active]
+    learned, pool = bandit.close_window(
+        policy.kind, policy.tuning, before, windows, state.pool, state.steps
+    )
+    arms = list(state.arms)
+    for position, taught in zip(active, learned, strict=True):
+        arms[position] = replace(
+            arms[position], learned=taught, window_steps=0, window_nats=0.0, window_targets=0
+        )
+    return replace(state, arms=tuple(arms), pool=pool, window_steps=0)
+
+
+def _fresh_window(state: State) -> State:
+    """Other arms, other debts: credits are zeroed, and the open window and run are given up."""
+    arms = tuple(
+        replace(arm, credit=0, window_steps=0, window_nats=0.0, window_targets=0)
+        for arm in state.arms
+    )
+    return replace(state, arms=arms, window_steps=0, running=None, run_left=0)
+
+
+def _enter_main(state: State, before: Sequence[int]) -> State:
+    window_pulls = state.policy.window_pulls(MAIN)
+    state = _fresh_window(replace(state, window_pulls=window_pulls))
+    new = [position for position in state.active if position not in before]
+    return _decide(_joined(state, before, new))
+
+
+def _joined(state: State, before: Sequence[int], new: Sequence[int]) -> State:
+    """Arms `new` beside those that were active `before`: known as if from one window's floor."""
+    if state.policy.kind == "static":
+        return state
+    others = [state.arms[position].learned for position in before]
+    promised = dict(
+        zip(state.policy.active(state.phase), state.policy.promised(state.phase), strict=True)
+    )
+    arms = list(state.arms)
+    for position in new:
+        learned = bandit.joining(others, max(1.0, state.window_pulls * promised[position]))
+        arms[position] = replace(
+            arms[position], learned=learned, ema_loss=None, joined_step=state.steps
+        )
+    return replace(state, arms=tuple(arms))
+
+
+def _with(arms: Sequence[ArmState], position: int, arm: ArmState) -> tuple[ArmState, ...]:
+    return (*arms[:position], arm, *arms[position + 1 :])
+
+
+# --- decisions ------------------------------------------------------------------------------------
 
 
 def shares(state: State) -> dict[str, float]:
@@ -172,226 +393,90 @@ def shares(state: State) -> dict[str, float]:
 
 
 def preferences(state: State) -> list[float]:
-    """How much the policy kind wants each active arm, in the order of `Policy.active`.
+    """How much the policy kind wants each active arm, in the order of `State.active`.
 
-    Any scale; nonnegative. For "static" these are the configured weights.
+    Any scale; nonnegative. For "static" these are the configured weights; the others multiply the
+    weights by what they learned, which is 1 for the arm they like best.
     """
-    return [state.policy.arms[position].weight for position in state.policy.active(state.phase)]
-
-
-def _learn(arm: ArmState, loss: float) -> ArmState:
-    """ANDREA's reward, max(0, average - loss) * 1000, against the average before this loss.
-
-    The first loss only sets the average: there is nothing yet to be better than.
-    """
-    if arm.ema_loss is None:
-        return replace(arm, ema_loss=loss)
-    reward = max(0.0, arm.ema_loss - loss) * REWARD_SCALE
-    return replace(
-        arm, ema_loss=_average(arm.ema_loss, loss), ema_reward=_average(arm.ema_reward, reward)
+    policy, active = state.policy, state.active
+    weights = [policy.arms[position].weight for position in active]
+    if policy.kind == "static":
+        return weights
+    # An arm that may never be picked stays unknown for ever: it must not be what is longed for.
+    open_to = [
+        place
+        for place, position in enumerate(active)
+        if weights[place] and policy.arms[position].cap and state.arms[position].source.ceiling
+    ]
+    if not open_to:
+        return weights
+    learned: list[Statistics] = [state.arms[active[place]].learned for place in open_to]
+    explore = not all(policy.arms[active[place]].floor for place in open_to)
+    liked = bandit.wanted(
+        policy.kind, policy.tuning, policy.confidence, learned, explore=explore
     )
-
-
-def _average(average: float | None, value: float) -> float:
-    return value if average is None else average + EMA_ALPHA * (value - average)
-
-
-def _count(state: State, pulls: int = 0, steps: int = 0) -> State:
-    def more(count: PhaseCount) -> PhaseCount:
-        return PhaseCount(count.pulls + pulls, count.steps + steps)
-
-    if state.phase == WARM_UP:
-        return replace(state, warm_up=more(state.warm_up))
-    return replace(state, main=more(state.main))
+    found = [0.0] * len(active)
+    for place, factor in zip(open_to, liked, strict=True):
+        found[place] = weights[place] * factor
+    return found
 
 
 def _decide(state: State) -> State:
-    policy, active = state.policy, state.policy.active(state.phase)
-    arms = [policy.arms[position] for position in active]
-    decided, whole = _targets(arms, preferences(state), policy.bounds)
+    policy, active = state.policy, state.active
+    floors, caps = _limits(state, active, _ceilings(state, active))
+    check_feasible(floors, caps, f"phase {state.phase}: ")
+    desired = preferences(state)
+    if policy.bounds == "weight":
+        bounds = [policy.arms[position] for position in active]
+        desired = [min(max(q, arm.floor), arm.cap) for q, arm in zip(desired, bounds, strict=True)]
+    decided = project(desired, floors, caps)
+    whole = integer_weights(decided, floors, caps)
     shares, weights = [0.0] * len(policy.arms), [0] * len(policy.arms)
     for position, share, weight in zip(active, decided, whole, strict=True):
         shares[position], weights[position] = share, weight
     return replace(state, shares=tuple(shares), weights=tuple(weights))
 
 
-def _targets(
-    arms: Sequence[ArmPolicy], wanted: Sequence[float], bounds: str
-) -> tuple[list[float], list[int]]:
-    """Shares, and the same in whole SHARE_UNITS, for the active arms."""
-    if bounds == "weight":
-        clamped = [min(max(q, arm.floor), arm.cap) for q, arm in zip(wanted, arms, strict=True)]
-        total = math.fsum(clamped)
-        decided = [weight / total for weight in clamped]
-        return decided, integer_weights(decided, [0.0] * len(arms), [1.0] * len(arms))
-    floors, caps = [arm.floor for arm in arms], [arm.cap for arm in arms]
-    decided = project(wanted, floors, caps)
-    return decided, integer_weights(decided, floors, caps)
+def _limits(
+    state: State, active: Sequence[int], ceilings: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """Floors and caps of the shares. Relative weights have bounds of their own, beside these."""
+    arms = [state.policy.arms[position] for position in active]
+    if state.policy.bounds == "weight":
+        caps = [ceiling if arm.cap else 0.0 for arm, ceiling in zip(arms, ceilings, strict=True)]
+        return [0.0] * len(arms), caps
+    caps = [min(arm.cap, ceiling) for arm, ceiling in zip(arms, ceilings, strict=True)]
+    return [min(arm.floor, cap) for arm, cap in zip(arms, caps, strict=True)], caps
 
 
-# --- checking a policy ---
+def _ceilings(state: State, active: Sequence[int]) -> list[float]:
+    """What else limits a share: epochs, and for some windows that an arm came late.
 
-
-def check_policy(policy: Policy) -> None:
-    """Raises PolicyError, or Infeasible where the bounds of a phase do not fit together.
-
-    The text names the arm or the phase, and a change that would do.
+    A cohort that joins together takes at most RAMP_START at first, whatever its caps would allow.
     """
-    for field, value, choices in (("kind", policy.kind, KINDS), ("bounds", policy.bounds, BOUNDS)):
-        if value not in choices:
-            raise PolicyError(f"policy.{field} is {value!r}, expected one of {', '.join(choices)}")
-    _check_names(policy)
-    for arm in policy.arms:
-        _check_arm(arm, policy.bounds)
-    for phase in (WARM_UP, MAIN) if policy.warmup_steps else (MAIN,):
-        _check_phase(policy, phase)
+    arms = [state.arms[position] for position in active]
+    ceilings = [arm.source.ceiling for arm in arms]
+    new = [place for place, arm in enumerate(arms) if _is_ramping(state, arm)]
+    if not new:
+        return ceilings
+    latest = max(arms[place].joined_step or 0 for place in new)
+    windows = (state.steps - latest) // state.window_pulls
+    most = RAMP_START + (1 - RAMP_START) * windows / RAMP_WINDOWS
+    floors = {place: _limits(state, [active[place]], [1.0])[0][0] for place in new}
+    spare = max(0.0, most - math.fsum(floors.values())) / len(new)
+    ramped = list(ceilings)
+    for place in new:
+        ramped[place] = min(ceilings[place], _on_grid(floors[place] + spare))
+    # Where the others cannot fill the rest, as after an arm went to rest, late is as good as early.
+    filled = math.fsum(_limits(state, active, ramped)[1])
+    return ramped if filled >= 1 else ceilings
 
 
-def _check_names(policy: Policy) -> None:
-    names = [arm.name for arm in policy.arms]
-    if not names:
-        raise PolicyError("policy.arms is empty; at least one arm is needed")
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise PolicyError(f"policy.arms: {', '.join(repeated)} appears twice; names must differ")
-    if unknown := [name for name in policy.warmup_arms if name not in names]:
-        raise PolicyError(f"policy.warmup_arms: no arm is named {', '.join(unknown)}")
-    if policy.warmup_steps < 0 or (policy.warmup_steps and not policy.warmup_arms):
-        raise PolicyError(
-            f"policy.warmup_steps is {policy.warmup_steps} with {len(policy.warmup_arms)}"
-            " warmup_arms; expected 0, or a number of steps and the arms that are active in them"
-        )
+def _is_ramping(state: State, arm: ArmState) -> bool:
+    ramp_steps = RAMP_WINDOWS * state.window_pulls
+    return arm.joined_step is not None and state.steps - arm.joined_step < ramp_steps
 
 
-def _check_arm(arm: ArmPolicy, bounds: str) -> None:
-    for field, value in (("weight", arm.weight), ("floor", arm.floor), ("cap", arm.cap)):
-        if not math.isfinite(value) or value < 0:
-            raise PolicyError(f"arm {arm.name}: {field} is {value}, expected a number of 0 or more")
-    if arm.floor > arm.cap:
-        raise PolicyError(f"arm {arm.name}: floor {arm.floor} is above cap {arm.cap}")
-    if bounds == "share" and arm.cap > 1:
-        raise PolicyError(
-            f"arm {arm.name}: cap {arm.cap} is above 1; a share is at most 1"
-            ' (for relative weights set policy.bounds = "weight")'
-        )
-
-
-def _check_phase(policy: Policy, phase: str) -> None:
-    arms = [policy.arms[position] for position in policy.active(phase)]
-    if policy.bounds == "weight":
-        if not any(min(max(arm.weight, arm.floor), arm.cap) > 0 for arm in arms):
-            raise PolicyError(f"phase {phase}: every weight is 0 within its bounds; raise one")
-        return
-    if not any(arm.weight > 0 for arm in arms):
-        raise PolicyError(f"phase {phase}: every weight is 0; raise one above 0")
-    check_feasible([arm.floor for arm in arms], [arm.cap for arm in arms], f"phase {phase}: ")
-
-
-# --- saved form ---
-
-_STATE_FIELDS: Final = ("format", "kind", "phases", "arms")
-_ARM_FIELDS: Final = ("pulls", "ema_loss", "ema_reward", "credit")
-
-
-def to_json(state: State) -> dict[str, Any]:
-    """The state as plain JSON values, keyed by arm; `from_json` gives back an equal State."""
-    return {
-        "format": STATE_FORMAT,
-        "kind": state.policy.kind,
-        "phases": {
-            name: {"pulls": count.pulls, "steps": count.steps}
-            for name, count in ((WARM_UP, state.warm_up), (MAIN, state.main))
-        },
-        "arms": {
-            arm.name: {field: getattr(saved, field) for field in _ARM_FIELDS}
-            for arm, saved in zip(state.policy.arms, state.arms, strict=True)
-        },
-    }
-
-
-def from_json(policy: Policy, value: Any) -> State:
-    """The State that `to_json` saved under this policy.
-
-    Raises StateError, naming what is missing, unknown or impossible; nothing is ever guessed, and
-    an arm that the policy does not configure is refused, not summed.
-    """
-    body = _fields(value, _STATE_FIELDS, "bandit state")
-    if (body["format"], body["kind"]) != (STATE_FORMAT, policy.kind):
-        raise StateError(
-            f"bandit state: format {body['format']!r} of kind {body['kind']!r}, expected format"
-            f" {STATE_FORMAT} of kind {policy.kind!r}"
-        )
-    names = tuple(arm.name for arm in policy.arms)
-    saved = _fields(body["arms"], names, "bandit state arms")
-    phases = _fields(body["phases"], (WARM_UP, MAIN), "bandit state phases")
-    state = replace(
-        create(policy),
-        arms=tuple(_parse_arm(saved[name], f"bandit state arm {name}") for name in names),
-        warm_up=_parse_count(phases[WARM_UP], f"bandit state phase {WARM_UP}"),
-        main=_parse_count(phases[MAIN], f"bandit state phase {MAIN}"),
-    )
-    _check_state(state)
-    return _decide(state)
-
-
-def _fields(value: Any, expected: tuple[str, ...], where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise StateError(f"{where}: expected an object, got {value!r}")
-    missing = [name for name in expected if name not in value]
-    unknown = sorted(str(name) for name in value if name not in expected)
-    if missing or unknown:
-        raise StateError(
-            f"{where}: missing [{', '.join(missing)}], unknown [{', '.join(unknown)}]"
-            f" (expected {', '.join(expected)})"
-        )
-    return value
-
-
-def _parse_arm(value: Any, where: str) -> ArmState:
-    body = _fields(value, _ARM_FIELDS, where)
-    return ArmState(
-        pulls=_whole(body["pulls"], f"{where} pulls", 0),
-        ema_loss=_optional_number(body["ema_loss"], f"{where} ema_loss"),
-        ema_reward=_optional_number(body["ema_reward"], f"{where} ema_reward"),
-        credit=_whole(body["credit"], f"{where} credit", -(2**63)),
-    )
-
-
-def _parse_count(value: Any, where: str) -> PhaseCount:
-    body = _fields(value, ("pulls", "steps"), where)
-    return PhaseCount(*(_whole(body[name], f"{where} {name}", 0) for name in ("pulls", "steps")))
-
-
-def _whole(value: Any, where: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise StateError(f"{where}: expected a whole number of at least {least}, got {value!r}")
-    return value
-
-
-def _optional_number(value: Any, where: str) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise StateError(f"{where}: expected a finite number or null, got {value!r}")
-    return float(value)
-
-
-def _check_state(state: State) -> None:
-    """The invariants that tie the parts together: a state edited in one place is refused."""
-    policy = state.policy
-    if state.warm_up.steps > policy.warmup_steps or (state.phase == WARM_UP and state.main.steps):
-        raise StateError(
-            f"bandit state: {state.warm_up.steps} warm-up and {state.main.steps} main steps do not"
-            f" fit policy.warmup_steps {policy.warmup_steps}"
-        )
-    pulls = sum(arm.pulls for arm in state.arms)
-    if pulls != state.warm_up.pulls + state.main.pulls:
-        raise StateError(
-            f"bandit state: the arms count {pulls} pulls, the phases"
-            f" {state.warm_up.pulls + state.main.pulls}"
-        )
-    for position in set(range(len(policy.arms))) - set(policy.active(state.phase)):
-        if state.arms[position] != ArmState():
-            name = policy.arms[position].name
-            raise StateError(f"bandit state arm {name}: dormant in {state.phase}, yet used")
-    if total := sum(arm.credit for arm in state.arms):
-        raise StateError(f"bandit state: credits sum to {total}, expected 0")
+def _on_grid(share: float) -> float:
+    """Down to a whole SHARE_UNIT, so that a floor cut to it can be met exactly."""
+    return math.floor(share * SHARE_UNITS + 1e-6) / SHARE_UNITS

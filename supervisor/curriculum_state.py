@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from supervisor.bandit import RING_LENGTH, Pool, Statistics
@@ -93,7 +93,7 @@ class State:
 
     `shares` and `weights` are the decision in force. `running` is the position of the arm whose
     run goes on for `run_left` more pulls, None between runs. `window_steps` counts the steps of
-    the open window.
+    the open window, `window_pulls` is its length, which follows from policy and phase.
     """
 
     policy: Policy
@@ -106,6 +106,7 @@ class State:
     running: int | None = None
     run_left: int = 0
     window_steps: int = 0
+    window_pulls: int = 1
     pool: Pool = Pool()
     retired: tuple[Retired, ...] = ()
 
@@ -198,7 +199,7 @@ def from_json(policy: Policy, value: Any) -> State:
         retired=body["retired"],
     )
     _check_state(state)
-    return state
+    return replace(state, window_pulls=policy.window_pulls(state.phase))
 
 
 Parser = Callable[[Any, str], Any]

@@ -183,7 +183,9 @@ class Daemon:
             ev.Opened(
                 time.monotonic(),
                 life,
-                self.attendant.holders(opened.nonce if opened is not None else ""),
+                self.attendant.holders(
+                    opened.nonce if opened is not None else "", self.state.durable.spawned
+                ),
                 begin.wish,
                 begin.request,
                 begin.from_scratch,

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Final
 
 import orjson
 
-from supervisor.contract import TEMPORARY_PREFIX, ContractError, Entry, encode_number, parse_entry
+from supervisor.contract import TEMPORARY_PREFIX, Entry, encode_number, parse_entry
 from supervisor.durable import fsync_directory
 from supervisor.rows import BLOCK_BYTES, LedgerDamaged, is_ours
 
@@ -41,13 +41,13 @@ class History:
         self.count = 0
         self.torn = False
         self._rewinds: list[tuple[int, int]] = []
-        highest = -1
+        before = -1
         for value in self._values():
             self.count += 1
             step = self._step_of(value)
-            if step <= highest:
+            if step <= before:
                 self._rewinds.append((self.count, step))
-            highest = step
+            before = step
 
     def raw(self) -> Iterator[Entry]:
         """Every row of every attempt, in the order of the file."""
@@ -158,13 +158,14 @@ def _write_array(rows: Iterable[bytes], out: BinaryIO) -> None:
 def write_csv(entries: Iterable[Entry], out: BinaryIO) -> None:
     """One header, the same columns for rows of any age; a value that a row lacks is empty."""
     text = io.TextIOWrapper(out, encoding="utf-8", newline="", write_through=True)
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for entry in entries:
-        row = entry.to_json()
-        writer.writerow([row.get(name) for name in COLUMNS])
-    text.flush()
-    text.detach()
+    try:
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for entry in entries:
+            row = entry.to_json()
+            writer.writerow([row.get(name) for name in COLUMNS])
+    finally:
+        text.detach()  # or it would close a stream that is not its own
 
 
 FORMATS: Final[dict[str, Callable[[Iterable[Entry], BinaryIO], None]]] = {
@@ -190,6 +191,3 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         if not published:
             temporary.unlink(missing_ok=True)
     fsync_directory(path.parent)
-
-
-__all__ = ["COLUMNS", "FORMATS", "ContractError", "History", "between", "replacing", "thin"]

@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -225,17 +225,18 @@ def _saved(turn: Turn, content: Json) -> None:
         content["digest"],
     )
     moves.verify(turn, step)
-    _answer_checkpoints(turn, step, content["requests"])
+    _answer_checkpoints(turn, step, content["reason"], content["requests"])
 
 
-def _answer_checkpoints(turn: Turn, step: int, named: list[str]) -> None:
-    """Requests that the trainer named are answered; so is one that was never seen and went out
-    again as a signal, which carries no name."""
+def _answer_checkpoints(turn: Turn, step: int, reason: str, named: Sequence[str]) -> None:
+    """Requests that the trainer named are answered; so is one that was never seen and went out as
+    a signal, which carries no name, if somebody asked for this checkpoint at all."""
     waiting = turn.state.checkpoints
+    unnamed = reason != "cadence"
     answered = [
         request
         for request in waiting
-        if request.id in named or (request.sent_at is not None and not request.seen)
+        if request.id in named or (unnamed and request.sent_at is not None and not request.seen)
     ]
     turn.set(checkpoints=tuple(request for request in waiting if request not in answered))
     for request in answered:
@@ -255,8 +256,12 @@ def _verified(turn: Turn, event: ev.Event) -> None:
         turn.append(ev.CheckpointQuarantined(event.step, event.problem, event.moved_to))
         turn.append(ev.Alarmed("checkpoint_quarantined", f"step {event.step}: {event.problem}"))
         return
+    told = event.step in turn.state.durable.on_disk
     moves.commit(turn, event.step, event.attempt, event.reason, event.requests, event.binary_digest)
     turn.append(ev.CheckpointVerified(event.step, event.sha256))
+    if not told:  # no message has, so this is the answer to whoever waits for one
+        _answer_checkpoints(turn, event.step, event.reason, event.requests)
+        moves.rearm(turn)
     turn.do(ev.Retain(newest_verified=max(turn.state.durable.verified)))
 
 

@@ -9,7 +9,6 @@ Invariant: a policy that passes `check_policy` can be scheduled in each of its p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -95,22 +94,9 @@ class Policy:
             most if tuning.run_steps_maximum is None else tuning.run_steps_maximum,
         )
 
-    def window_pulls(self, phase: str) -> int:
-        """Pulls between two decisions: as configured, or enough to see every arm that has a
-        floor."""
-        if self.tuning.window_pulls is not None:
-            return self.tuning.window_pulls
-        floors = self._promised([self.arms[position] for position in self.active(phase)])
-        nominal = _NOMINAL_FLOOR / len(floors)
-        return window_required([floor or nominal for floor in floors])
-
-    def window_pulls_required(self, phase: str) -> int:
-        """The fewest pulls that show every arm of `phase`; 1 where an arm has no floor."""
-        floors = self._promised([self.arms[position] for position in self.active(phase)])
-        return window_required(floors) if all(floors) else 1
-
-    def _promised(self, arms: Sequence[ArmPolicy]) -> list[float]:
-        """The share that each arm has at least, whatever is learned."""
+    def promised(self, phase: str) -> list[float]:
+        """The share that each active arm has at least, whatever is learned."""
+        arms = [self.arms[position] for position in self.active(phase)]
         if self.bounds == "share":
             return [arm.floor for arm in arms]
         most = [min(max(arm.weight, arm.floor), arm.cap) for arm in arms]
@@ -119,6 +105,13 @@ class Policy:
             arm.floor / (arm.floor + total - own) if arm.floor else 0.0
             for arm, own in zip(arms, most, strict=True)
         ]
+
+    def window_pulls(self, phase: str) -> int:
+        """Pulls between two decisions: as configured, or enough to see each arm with a floor."""
+        if self.tuning.window_pulls is not None:
+            return self.tuning.window_pulls
+        floors = self.promised(phase)
+        return window_required([floor or _NOMINAL_FLOOR / len(floors) for floor in floors])
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -217,8 +210,8 @@ def _check_phase(policy: Policy, phase: str) -> None:
         if not any(arm.weight > 0 for arm in arms):
             raise PolicyError(f"phase {phase}: every weight is 0; raise one above 0")
         check_feasible([arm.floor for arm in arms], [arm.cap for arm in arms], f"phase {phase}: ")
-    required, given = policy.window_pulls_required(phase), policy.window_pulls(phase)
-    if policy.kind in WINDOWED and given < required:
+    given, floors = policy.window_pulls(phase), policy.promised(phase)
+    if policy.kind in WINDOWED and all(floors) and given < (required := window_required(floors)):
         raise PolicyError(
             f"policy.window_pulls is {given}; with the floors of phase {phase} it takes"
             f" {required} pulls to see each arm once. Leave it out, or raise it or the floors"

@@ -91,6 +91,7 @@ class Durable:
     pivot: ev.PivotIntended | None = None
     attempt: int = 0
     open: ev.AttemptStarted | None = None
+    spawned: ev.AttemptSpawned | None = None  # the main process of `open`, once that is on record
     deaths: int = 0
     restarts: int = 0
     best_checkpoint: int | None = None
@@ -171,10 +172,13 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
             )
         case ev.AttemptStarted():
             return replace(durable, attempt=record.attempt, open=record, outcome="", reason="")
+        case ev.AttemptSpawned():
+            return replace(durable, spawned=record)
         case ev.AttemptEnded():
             return replace(
                 durable,
                 open=None,
+                spawned=None,
                 last_exit=record,
                 deaths=durable.deaths + int(record.counted),
                 restarts=durable.restarts + int(record.cause in UNPLANNED),
@@ -224,7 +228,6 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
         case (
             ev.SupervisorStarted()
             | ev.SupervisorEnded()
-            | ev.AttemptSpawned()
             | ev.AttemptAdopted()
             | ev.FileRepaired()
         ):

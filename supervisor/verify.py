@@ -16,10 +16,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -170,13 +170,20 @@ class _Proof:
         self.condemned: list[tuple[Found, str]] = []
         self._advance = advance
         self._counting = threading.Lock()
+        self._witness = True  # the journal is whole
         self._summaries: dict[int, Json] = {}
 
     def run(self) -> Report:
         begin = time.monotonic()
+        if self.living:
+            self.report.notes.append("the run is alive: what is half-written now is not judged")
         lines = self._check_journal()
         records = list(self._records_of(lines))
         durable = fold(records)
+        if not self._witness:
+            # Whatever it promises may have been withdrawn behind the damage.
+            durable = replace(durable, run_id=self._recorded_id() or durable.run_id, imported=True)
+            records = [r for r in records if isinstance(r, ev.RunImported | ev.RunForked)]
         self._check_ledger(lines, durable, records)
         self._check_checkpoints(durable, records)
         self._check_stored(records)
@@ -223,6 +230,7 @@ class _Proof:
                 record, check = journal.decode_line(data[start:stop], number, check)
             except ValueError as error:
                 self._say(path, f"line {number}, {place}", f"{error}; nothing behind it is proven")
+                self._witness = False
                 break
             lines.append(record)
             start = stop + 1
@@ -239,9 +247,16 @@ class _Proof:
                 record = ev.record_from_json(line)
             except ContractError as error:
                 self._say(self.directory.journal, f"line {line['seq']}", str(error))
+                self._witness = False
                 continue
             if record is not None:
                 yield record
+
+    def _recorded_id(self) -> str:
+        try:
+            return config.load(self.directory.run_file).run.id or ""
+        except config.ConfigError:
+            return ""
 
     # --- the ledger ---
 
@@ -299,7 +314,7 @@ class _Proof:
                 self.directory.checkpoints / name, WHOLE, "missing; the journal says it is here"
             )
         unknown = sorted(present - set(promised))
-        if unknown:
+        if unknown and self._witness:
             self.report.notes.append(f"checkpoints of steps {unknown} are not on record yet")
         self.report.counts["checkpoints"] = len(found)
 
@@ -307,7 +322,7 @@ class _Proof:
         """Those that a living supervisor does not take off the record either: it removes first
         and journals then."""
         for _ in range(_LOOKS):
-            lines, _ = journal.read(self.directory.journal)
+            lines = journal.read(self.directory.journal)[0] if self._witness else []
             steps = steps & set(promises(filter(None, map(ev.record_from_json, lines))))
             if not steps:
                 break
@@ -358,7 +373,10 @@ class _Proof:
             size = manifest.stat().st_size if manifest.exists() else 0
             yield self._name(manifest), f"bytes 0 to {size}", reason
             return
-        places = list(_damaged_places(found))
+        try:
+            places = list(_damaged_places(found))
+        except (OSError, ContractError):
+            places = []  # they have changed since; the reason says what was wrong before
         for place in places:
             yield binary, place, "differs from its manifest"
         if not places:
@@ -375,7 +393,7 @@ class _Proof:
                 what = f"its SHA-256 is {found}, the journal recorded {expected}"
                 self._say(path, f"bytes 0 to {len(data)}", what)
         for path in sorted(self.directory.policies.glob("*.toml")):
-            if self._name(path) not in stored:
+            if self._witness and self._name(path) not in stored:
                 self.report.notes.append(f"{self._name(path)} is not on record")
         if self.directory.run_file.exists():
             try:
@@ -383,7 +401,7 @@ class _Proof:
             except config.ConfigError as error:
                 for problem in error.problems:
                     what = f"expected {problem.expected}, found {problem.value!r}"
-                    self._say(self.directory.run_file, problem.key, what)
+                    self._say(self.directory.run_file, f"key {problem.key}", what)
         self.report.counts["stored_files"] = len(stored)
 
     def _check_sidecars(self) -> None:
@@ -408,7 +426,8 @@ class _Proof:
         try:
             value = orjson.loads(data)
         except orjson.JSONDecodeError as error:
-            self._say(path, f"line {error.lineno}, byte {error.pos}", f"not JSON ({error.msg})")
+            place = f"line {error.lineno}, character {error.pos}"
+            self._say(path, place, f"not JSON ({error.msg})")
             return None
         if not isinstance(value, kind):
             self._say(path, WHOLE, f"expected a JSON {kind.__name__}, got {type(value).__name__}")
@@ -435,14 +454,14 @@ class _Proof:
     # --- what was set aside ---
 
     def _check_archives(self) -> None:
-        archives = sorted((self.directory.path / contract.ARCHIVE).glob("*/"))
+        found = sorted((self.directory.path / contract.ARCHIVE).glob("*"))
+        temporary = contract.TEMPORARY_PREFIX
+        archives = [one for one in found if one.is_dir() and not one.name.startswith(temporary)]
         for archive in archives:
-            if archive.name.startswith(contract.TEMPORARY_PREFIX):
-                continue
-            if not (archive / DIGESTS_FILE).exists():
-                self._say(archive / DIGESTS_FILE, WHOLE, "missing")
-                continue
-            self._check_archive(archive, self._json(archive / DIGESTS_FILE, dict) or {})
+            if (archive / DIGESTS_FILE).exists():
+                self._check_archive(archive, self._json(archive / DIGESTS_FILE, dict) or {})
+            else:
+                self.report.notes.append(f"{self._name(archive)}: no {DIGESTS_FILE}, not proven")
         self.report.counts["archives"] = len(archives)
 
     def _check_archive(self, archive: Path, digests: Json) -> None:
@@ -540,5 +559,3 @@ def _differing_bytes(header: bytes, manifest: contract.Manifest) -> str:
     wrong = [str(n) for n, (a, b) in enumerate(zip(header, expected, strict=False)) if a != b]
     return ", ".join(wrong)
 
-
-Verifier = Callable[[RunDirectory, Advance], Report]

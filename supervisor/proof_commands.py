@@ -1,0 +1,196 @@
+"""Commands about what is on record: verify, history, import.
+
+What may live here: arguments, progress bars, printing. What is read and how is in `verify`,
+`history` and `import_run`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from supervisor.contract import JOURNAL_FILE, RUN_FILE, ExitCode, ledger_name
+from supervisor.terminal import complain, find, json_option, print_json, run_argument, runs
+
+if TYPE_CHECKING:
+    from supervisor.rundir import RunDirectory
+    from supervisor.verify import Report
+
+_BAR_BYTES = 4 * 1024 * 1024  # a bar that moves more often costs more than it shows
+
+
+@contextmanager
+def _progress(label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, in bytes, where somebody looks at it."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    with click.progressbar(
+        length=total_bytes, label=label, file=sys.stderr, update_min_steps=_BAR_BYTES
+    ) as bar:
+        yield bar.update
+
+
+def _open(run: str | None) -> RunDirectory:
+    """The run and its name: that of its one ledger, else what its journal says."""
+    import orjson
+
+    from supervisor.rundir import RunDirectory
+
+    path, ending = find(run), ledger_name("")
+    ledgers = sorted(path.glob(f"*{ending}"))
+    if len(ledgers) == 1:
+        return RunDirectory(path, ledgers[0].name.removesuffix(ending))
+    with (path / JOURNAL_FILE).open("rb") as lines:
+        for line in lines:
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                break
+            if record.get("record") == "run_created":
+                return RunDirectory(path, str(record["run"]))
+    return RunDirectory(path, path.resolve().name)
+
+
+@click.command()
+@run_argument
+@click.option("--repair", is_flag=True, help="Move bad checkpoints to quarantine/; nothing else.")
+@json_option
+def verify(run: str | None, repair: bool, as_json: bool) -> int:
+    """Read everything back from the device and compare it with what was recorded.
+
+    The journal's chain, every byte of the ledger that a checkpoint or the end of a life has bound,
+    every checkpoint against its manifest and the journal, stored settings and policies, archives.
+    Takes no lock, so it may run beside training.
+
+    \b
+    Exit code: 0 all proven, 1 something is damaged or missing (each with file and place).
+    """
+    from supervisor import verify as proof
+
+    directory = _open(run)
+    with _progress("verifying", proof.size_bytes(directory)) as advance:
+        report = (proof.repair if repair else proof.verify)(directory, advance)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _print_report(report)
+    return int(ExitCode.FAILED if report.problems else ExitCode.OK)
+
+
+def _print_report(report: Report) -> None:
+    count = report.counts
+    for problem in report.problems:
+        click.echo(str(problem))
+    for note in report.notes:
+        click.echo(f"note: {note}")
+    for place in report.moved:
+        click.echo(f"moved to {place}")
+    click.echo(
+        f"{report.run}: read {count['journal_records']} journal records,"
+        f" {count['ledger_entries']} ledger entries ({count['ledger_entries_bound']} proven by"
+        f" {count['ledger_bindings']} bindings), {count['checkpoints']} checkpoints,"
+        f" {count['stored_files']} stored files, {count['archives']} archives"
+    )
+    speed = report.bytes / max(report.seconds, 1e-9) / 1e6
+    click.echo(f"{report.bytes:,} bytes in {report.seconds:.1f} s ({speed:,.0f} MB/s)")
+    found = len(report.problems)
+    verdict = f"{found} problem{'s' if found > 1 else ''}" if found else "all proven"
+    click.echo(click.style(verdict, fg="red" if found else "green", bold=True))
+
+
+@click.command()
+@run_argument
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["json", "csv", "andrea"]),
+    default="json",
+    show_default=True,
+    help="andrea: an array of [step, loss].",
+)
+@click.option("--raw", is_flag=True, help="Every row of every attempt, in the order of the file.")
+@click.option("--from", "first", type=click.IntRange(0), default=None, help="First step.")
+@click.option("--to", "last", type=click.IntRange(0), default=None, help="Last step.")
+@click.option(
+    "--every",
+    type=click.IntRange(1),
+    default=1,
+    help="Of each N entries keep the last, the lowest and the highest loss.",
+)
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), default=None)
+def history(
+    run: str | None,
+    form: str,
+    raw: bool,
+    first: int | None,
+    last: int | None,
+    every: int,
+    output: Path | None,
+) -> int:
+    """Export the history: one entry a step, whatever was executed twice or left behind.
+
+    A loss that is not finite is the text "nan", "inf" or "-inf" in every format.
+    """
+    from supervisor import history as exports
+    from supervisor.rows import LedgerDamaged
+
+    directory = _open(run)
+    _check_output(output, directory.path)
+    try:
+        found = exports.History(directory.ledger)
+        entries = exports.between(found.raw() if raw else found.canonical(), first, last)
+        thinned = exports.thin(entries, every) if every > 1 else entries
+        if output is None:
+            exports.FORMATS[form](thinned, click.get_binary_stream("stdout"))
+        else:
+            with exports.replacing(output) as out:
+                exports.FORMATS[form](thinned, out)
+    except LedgerDamaged as damage:
+        return complain(str(damage), ExitCode.FAILED)
+    except FileNotFoundError as error:
+        return complain(f"{error.filename}: not there", ExitCode.FAILED)
+    if found.torn:
+        complain(f"{directory.ledger}: a torn row at its end was left out", ExitCode.OK)
+    return int(ExitCode.OK)
+
+
+def _check_output(output: Path | None, run: Path) -> None:
+    if output is not None and output.resolve().is_relative_to(run.resolve()):
+        raise click.UsageError(f"--output {output} is inside the run directory, which is the run's")
+
+
+@click.command(name="import")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--name", default=None, help="Name of the new run, else the model's.")
+@click.option("--config", "config_path", type=click.Path(), default=None, help="Settings (TOML).")
+def import_command(directory: Path, name: str | None, config_path: str | None) -> int:
+    """Make a run out of another program's folder, which stays as it is.
+
+    DIRECTORY holds step_*.bin files, <model>.loss.json (rows of [step, loss]) and perhaps
+    <model>.samples.json. Without --config the run has default settings: give the model and the
+    trainer that fit the checkpoints.
+    """
+    from supervisor import import_run as importing
+    from supervisor.config import ConfigError
+
+    try:
+        with _progress("importing", importing.size_bytes(directory)) as advance:
+            made = importing.import_run(directory, name, runs(), config_path, advance)
+    except ConfigError as error:
+        return complain(str(error), ExitCode.USAGE)
+    except OSError as error:
+        return complain(f"{error}; nothing was imported", ExitCode.FAILED)
+    for left_out in made.left_out:
+        complain(f"left out: {left_out}", ExitCode.OK)
+    click.echo(
+        f"{made.run}: {made.entries} entries, {len(made.steps)} checkpoints, {made.samples}"
+        f" samples in {made.directory}"
+    )
+    click.echo(f"to go on: supervisor start --config {config_path or made.directory / RUN_FILE}")
+    return int(ExitCode.OK)
