@@ -15,7 +15,13 @@ import traceback
 
 import click
 
-from supervisor import __version__, control_commands, proof_commands, view_commands
+from supervisor import (
+    __version__,
+    control_commands,
+    policy_commands,
+    proof_commands,
+    view_commands,
+)
 from supervisor.contract import ExitCode
 from supervisor.terminal import complain
 
@@ -71,6 +77,9 @@ for command in (
     control_commands.stop,
     control_commands.restart,
     control_commands.checkpoint,
+    policy_commands.pivot,
+    policy_commands.rollback,
+    policy_commands.policy,
     view_commands.status,
     view_commands.list_command,
     view_commands.logs,

@@ -29,7 +29,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from supervisor import bandit
-from supervisor.bandit import WINDOWED, Pool, Statistics, Window, averaged, run_length
+from supervisor.bandit import WINDOWED, Statistics, Window, averaged, run_length
 
 # The names below are part of this module's interface.
 from supervisor.bandit import Tuning as Tuning

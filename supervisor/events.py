@@ -25,6 +25,7 @@ class RunCreated:
     target_step: int
     policy_digest: str
     settings: str = ""  # the effective settings, as TOML
+    policy: str = ""
 
 
 @dataclass(frozen=True, slots=True)

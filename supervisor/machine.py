@@ -171,6 +171,7 @@ def _heard(turn: Turn, event: ev.Event) -> None:
             turn.set(step=max(turn.state.step, content["step"]))
             if turn.state.phase == "starting":
                 moves.ready(turn)
+                pivoting.ready(turn)
             elif turn.state.phase == "stopping":
                 moves.repeat_stop(turn)
             else:
@@ -200,6 +201,7 @@ def _recorded(turn: Turn, event: ev.Event) -> None:
     )
     if turn.state.phase == "starting" and turn.state.stage == "loading":
         moves.ready(turn)
+        pivoting.ready(turn)
 
 
 def _seen(turn: Turn, id: str) -> None:

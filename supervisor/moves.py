@@ -15,9 +15,8 @@ import hashlib
 from dataclasses import replace
 
 from supervisor import events as ev
-from supervisor import pivoting
-from supervisor.contract import ExitCode
-from supervisor.state import AT_ONCE, PERMANENT, UNPLANNED, Turn
+from supervisor.contract import ExitCode, Json
+from supervisor.state import AT_ONCE, PERMANENT, UNPLANNED, Durable, Epoch, Turn
 
 
 def start(turn: Turn) -> None:
@@ -36,7 +35,7 @@ def clear(turn: Turn, base_step: int) -> None:
 
 def spawn(turn: Turn, resume_step: int) -> None:
     durable = turn.state.durable
-    owner, until_step = pivoting.owner(durable, resume_step)
+    owner, until_step = durable.owner(resume_step)
     attempt = durable.attempt + 1
     word = f"{durable.run_id}:{turn.state.life}:{attempt}"
     nonce = hashlib.sha256(word.encode()).hexdigest()[:16]
@@ -59,7 +58,6 @@ def ready(turn: Turn) -> None:
         turn.answer(id, "restart", "done", attempt=turn.state.durable.attempt)
     turn.set(restart_ids=())
     forward_requests(turn)
-    pivoting.ready(turn)
 
 
 def stop_wanted(turn: Turn) -> bool:
@@ -231,7 +229,7 @@ def fail(turn: Turn, reason: str) -> None:
 
 def end(turn: Turn, phase: str, reason: str) -> None:
     """The end of this life of the supervisor, with every waiting operator answered."""
-    pivoting.give_up(turn, f"the supervisor ends ({phase}): {reason}")
+    give_up_pivot(turn, f"the supervisor ends ({phase}): {reason}")
     refuse_checkpoints(turn, f"the supervisor ends ({phase})")
     turn.append(ev.SupervisorEnded(phase, reason))
     newest = max(turn.state.durable.on_disk, default=None)
@@ -242,3 +240,36 @@ def end(turn: Turn, phase: str, reason: str) -> None:
     turn.set(phase=phase, stage="", deadline=None, why=reason, stop_ids=(), restart_ids=())
     code = ExitCode.OK if phase in ("stopped", "finished") else ExitCode.FAILED
     turn.do(ev.Exit(int(ExitCode.FORCED if turn.state.forced else code), reason))
+
+
+def abort_pivot(turn: Turn, why: str) -> None:
+    pivot = turn.state.durable.pivot
+    assert pivot is not None
+    turn.append(ev.PivotAborted(pivot.request, why))
+    turn.answer(pivot.request, "pivot", "refused", why)
+    turn.set(pivot_ids=tuple(id for id in turn.state.pivot_ids if id != pivot.request))
+
+
+def give_up_pivot(turn: Turn, why: str) -> None:
+    """This life ends: a pivot that is not committed is aborted, one that is has its answer."""
+    for id in turn.state.pivot_ids:
+        answer_pivot(turn, id)
+    if turn.state.durable.pivot is not None:
+        abort_pivot(turn, why)
+
+
+def answer_pivot(turn: Turn, id: str) -> None:
+    durable = turn.state.durable
+    epoch = next((epoch for epoch in durable.epochs if epoch.request == id), None)
+    if epoch is not None:
+        turn.answer(id, "pivot", "done", **pivot_result(durable, epoch))
+        turn.set(pivot_ids=tuple(one for one in turn.state.pivot_ids if one != id))
+
+
+def pivot_result(durable: Durable, epoch: Epoch) -> Json:
+    return {
+        "epoch": epoch.number,
+        "base_step": epoch.base_step,
+        "first_step": epoch.base_step + 1,
+        "archive": epoch.archive,
+    }

@@ -23,7 +23,6 @@ from supervisor.changes import Change
 from supervisor.config import Settings
 from supervisor.contract import Json
 from supervisor.journal import read
-from supervisor.pivoting import owner
 from supervisor.state import Durable, fold
 
 CHECK_SECONDS: Final = 600.0
@@ -64,7 +63,7 @@ def propose(
     PolicyRefused or config.ConfigError.
     """
     durable = durable_of(directory)
-    parent = owner(durable, to_step)[0] if to_step is not None else durable.epochs[-1]
+    parent = durable.owner(to_step)[0] if to_step is not None else durable.epochs[-1]
     ruling = config.load(directory / contract.RUN_FILE)
     base = _settings_of(parent.settings, ruling)
     text = "" if policy_file is None else policy_file.read_text(encoding="utf-8")
@@ -113,13 +112,7 @@ def _overlaid(base: Settings, policy_file: Path, environment: Mapping[str, str])
     for section, table in submitted.items():
         replaced = section == "policy" or not isinstance(table, dict)
         tree[section] = table if replaced else {**tree[section], **table}
-    return config.parse(_without_nulls(tree), str(policy_file))
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return value
+    return config.parse(tree, str(policy_file))
 
 
 def _checked(ruling: Settings, settings: Settings, policy_file: Path | None) -> list[Change]:

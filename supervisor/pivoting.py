@@ -19,7 +19,7 @@ from __future__ import annotations
 from supervisor import events as ev
 from supervisor import moves
 from supervisor.contract import Json
-from supervisor.state import Durable, Epoch, Turn
+from supervisor.state import Turn
 
 LIVE = ("running", "starting", "backoff", "stopping")
 
@@ -29,14 +29,14 @@ def ask(turn: Turn, event: ev.Asked) -> None:
     durable = turn.state.durable
     done = next((epoch for epoch in durable.epochs if epoch.request == event.id), None)
     if done is not None:
-        turn.answer(event.id, "pivot", "done", **_result(durable, done))
+        turn.answer(event.id, "pivot", "done", **moves.pivot_result(durable, done))
         return
     refusal = _refusal(turn, event.content)
     if refusal:
         turn.answer(event.id, "pivot", *refusal)
         return
     if durable.pivot is not None:
-        _abort(turn, f"replaced by request {event.id}")
+        moves.abort_pivot(turn, f"replaced by request {event.id}")
     _intend(turn, event.id, event.content)
     turn.set(pivot_ids=(event.id,))
     advance(turn)
@@ -136,9 +136,9 @@ def selected(turn: Turn, step: int | None) -> bool:
     pivot = turn.state.durable.pivot
     assert pivot is not None
     if step is None:
-        _abort(turn, "there is no valid checkpoint to begin the new policy from")
+        moves.abort_pivot(turn, "there is no valid checkpoint to begin the new policy from")
     elif pivot.to_step is not None and step != pivot.to_step:
-        _abort(turn, f"the checkpoint of step {pivot.to_step} is not valid")
+        moves.abort_pivot(turn, f"the checkpoint of step {pivot.to_step} is not valid")
     elif pivot.to_step is None and not turn.state.alone and step != turn.state.history_step:
         # The trainer did not end where it said. The wish stays; the next boundary is tried.
         turn.set(pivoting=False)
@@ -157,7 +157,7 @@ def archived(turn: Turn, event: ev.Event) -> None:
     pivot = turn.state.durable.pivot
     assert pivot is not None
     if event.problem:
-        _abort(turn, event.problem)
+        moves.abort_pivot(turn, event.problem)
         turn.set(pivoting=False)
         moves.start(turn)
         return
@@ -178,7 +178,7 @@ def archived(turn: Turn, event: ev.Event) -> None:
     turn.set(pivoting=False)
     if turn.state.alone:
         for id in turn.state.pivot_ids:
-            answer_done(turn, id)
+            moves.answer_pivot(turn, id)
         moves.end(turn, "stopped", "pivoted; `supervisor start` trains under the new policy")
     else:
         moves.clear(turn, event.base_step)
@@ -187,54 +187,12 @@ def archived(turn: Turn, event: ev.Event) -> None:
 def ready(turn: Turn) -> None:
     """A new trainer is ready: what waited for it is answered, what is still wanted goes on."""
     for id in turn.state.pivot_ids:
-        answer_done(turn, id)
+        moves.answer_pivot(turn, id)
     advance(turn)
-
-
-def answer_done(turn: Turn, id: str) -> None:
-    durable = turn.state.durable
-    epoch = next((epoch for epoch in durable.epochs if epoch.request == id), None)
-    if epoch is not None:
-        turn.answer(id, "pivot", "done", **_result(durable, epoch))
-        turn.set(pivot_ids=tuple(one for one in turn.state.pivot_ids if one != id))
-
-
-def give_up(turn: Turn, why: str) -> None:
-    """This life ends: a pivot that is not committed is aborted, one that is has its answer."""
-    for id in turn.state.pivot_ids:
-        answer_done(turn, id)
-    if turn.state.durable.pivot is not None:
-        _abort(turn, why)
 
 
 def forget_unfinished(turn: Turn) -> None:
     """At the beginning of a life: an intent of an earlier one is not carried out behind the
     operator's back."""
     if turn.state.durable.pivot is not None:
-        _abort(turn, "the supervisor ended before the switch; nothing was changed")
-
-
-def _abort(turn: Turn, why: str) -> None:
-    pivot = turn.state.durable.pivot
-    assert pivot is not None
-    turn.append(ev.PivotAborted(pivot.request, why))
-    turn.answer(pivot.request, "pivot", "refused", why)
-    turn.set(pivot_ids=tuple(id for id in turn.state.pivot_ids if id != pivot.request))
-
-
-def owner(durable: Durable, step: int) -> tuple[Epoch, int | None]:
-    """The epoch that owns the step after `step`, and up to which step (None: without end)."""
-    epochs = {epoch.number: epoch for epoch in durable.epochs}
-    epoch, until = epochs[durable.epoch], None
-    while epoch.base_step > step:
-        epoch, until = epochs[epoch.parent], epoch.base_step
-    return epoch, until
-
-
-def _result(durable: Durable, epoch: Epoch) -> Json:
-    return {
-        "epoch": epoch.number,
-        "base_step": epoch.base_step,
-        "first_step": epoch.base_step + 1,
-        "archive": epoch.archive,
-    }
+        moves.abort_pivot(turn, "the supervisor ended before the switch; nothing was changed")

@@ -111,6 +111,14 @@ class Durable:
     replies: tuple[ev.Replied, ...] = ()
     evaluated_step: int = 0
 
+    def owner(self, step: int) -> tuple[Epoch, int | None]:
+        """The epoch that owns the step after `step`, and up to which step (None: without end)."""
+        epochs = {epoch.number: epoch for epoch in self.epochs}
+        epoch, until = epochs[self.epoch], None
+        while epoch.base_step > step:
+            epoch, until = epochs[epoch.parent], epoch.base_step
+        return epoch, until
+
 
 def apply(durable: Durable, record: ev.Record) -> Durable:
     """The only way the durable state changes, live and in recovery alike."""
@@ -121,7 +129,7 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
                 run_id=record.run_id,
                 run=record.run,
                 target_step=record.target_step,
-                epochs=(Epoch(1, 0, 1, record.settings, "", record.policy_digest),),
+                epochs=(Epoch(1, 0, 1, record.settings, record.policy, record.policy_digest),),
             )
         case ev.RunForked():
             lineage = tuple((str(run_id), int(step)) for run_id, step in record.lineage)
@@ -226,10 +234,7 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
         case ev.RunFailed():
             return replace(durable, outcome="failed", reason=record.reason)
         case (
-            ev.SupervisorStarted()
-            | ev.SupervisorEnded()
-            | ev.AttemptAdopted()
-            | ev.FileRepaired()
+            ev.SupervisorStarted() | ev.SupervisorEnded() | ev.AttemptAdopted() | ev.FileRepaired()
         ):
             return durable
 
