@@ -483,7 +483,8 @@ class Daemon:
         """run.toml, the policies and the sidecars as the journal says they are, all of which a
         crash may have left as they were before the commit."""
         durable = self.state.durable
-        self.recorder.begin_epoch(durable.epoch)
+        ruling = durable.epochs[-1]
+        self.recorder.begin_epoch(ruling.number, ruling.base_step, ruling.policy_digest)
         on_record = dict(durable.stored)
         for name, text in archive.epoch_files(durable):
             sha256 = contract.digest(text.encode())

@@ -82,12 +82,14 @@ def _adopt(turn: Turn, pid: int, wish: str) -> None:
 
 def _merged(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Merged)
-    turn.set(history_step=event.step, step=event.step)
+    base = turn.state.durable.base
+    history_step = event.step if base is None else min(event.step, base)
+    turn.set(history_step=history_step, step=history_step)
     if moves.stop_wanted(turn):
         moves.end(turn, "stopped", "stopped as asked")
         return
     turn.set(stage="selecting")
-    turn.do(ev.Select(ceiling=pivoting.ceiling(turn, event.step)))
+    turn.do(ev.Select(ceiling=pivoting.ceiling(turn, history_step)))
 
 
 def _selected(turn: Turn, event: ev.Event) -> None:

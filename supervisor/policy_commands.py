@@ -97,7 +97,7 @@ def _pivot(
     from supervisor import pivot as checking
     from supervisor.config import ConfigError
 
-    directory = find(run)
+    directory = find(run).resolve()
     try:
         proposal = checking.propose(
             directory,

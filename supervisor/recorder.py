@@ -333,7 +333,7 @@ class Recorder:
             }
         )
 
-    def begin_epoch(self, epoch: int) -> None:
+    def begin_epoch(self, epoch: int, base_step: int, policy_digest: str) -> None:
         """Samples and state are those of one epoch; what an earlier one left is in its archive."""
         self.epoch = epoch
         kept = [row for row in self._samples if row.get("epoch", epoch) >= epoch]
@@ -342,7 +342,16 @@ class Recorder:
             self._files[self._directory.samples] = _dump(kept)
         state = _object(read_json(self._directory.state), self._directory.state)
         if state and state.get("epoch") != epoch:
-            self._files[self._directory.state] = _dump({"epoch": epoch, "bandit": {}, "arms": {}})
+            self._files[self._directory.state] = _dump(
+                {
+                    "step": base_step,
+                    "epoch": epoch,
+                    "policy_digest": policy_digest,
+                    "targets_seen": None,
+                    "bandit": {},
+                    "arms": {},
+                }
+            )
 
     def store(self, path: Path, content: bytes) -> None:
         """A file that changes rarely, to be written with the next commit."""

@@ -89,6 +89,7 @@ class Durable:
     epoch: int = 1
     epochs: tuple[Epoch, ...] = (Epoch(1, 0, 1, ""),)
     pivot: ev.PivotIntended | None = None
+    base: int | None = None  # of an epoch that no attempt has begun yet; what is above is void
     attempt: int = 0
     open: ev.AttemptStarted | None = None
     spawned: ev.AttemptSpawned | None = None  # the main process of `open`, once that is on record
@@ -170,6 +171,7 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
             return replace(
                 durable,
                 pivot=None,
+                base=record.base_step,
                 epoch=record.epoch,
                 epochs=(*durable.epochs, begun),
                 pins=durable.pins | {record.base_step},
@@ -179,7 +181,14 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
                 reason="",
             )
         case ev.AttemptStarted():
-            return replace(durable, attempt=record.attempt, open=record, outcome="", reason="")
+            return replace(
+                durable,
+                attempt=record.attempt,
+                open=record,
+                base=None,
+                outcome="",
+                reason="",
+            )
         case ev.AttemptSpawned():
             return replace(durable, spawned=record)
         case ev.AttemptEnded():
