@@ -25,6 +25,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     3  recorder.py             receipts into the ledger and the sidecars
     3  readback.py             one checkpoint, proven from the device
     3  checkpoints.py          find, select, set aside, retain
+    3  comparison.py           where two checkpoints of one step differ
     3  tail.py                 the end of a log that somebody else writes
 
     4  worker.py               the one thread that waits for the disk
@@ -44,7 +45,16 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     5  daemon.py               the one loop: wait, gather events, decide, make durable, act
     5  client.py               one operator request and its reply
 
+    6  reexecution.py          a stretch of a run executed again and compared
+    6  fork.py                 a new run out of a checkpoint of another
+    6  exactness_commands.py   commands about exactness and its use
     6  doctor.py               what on this machine would get in the way of a run
+    6  ledger_proof.py         one pass over a ledger that forgives nothing
+    6  checkpoint_proof.py     the verdict on one checkpoint, and where it is damaged
+    6  verify.py               a whole run, read back and compared with what was recorded
+    6  history.py              exports of the history
+    6  import_run.py           a run of another program becomes one of ours
+    6  proof_commands.py       verify, history, import
     6  start.py                the start command, before the loop and after it
     6  cli.py                  the commands
     6  __main__.py             the entry point; loads what the command needs and no more

@@ -220,9 +220,7 @@ def _taught(
         scaled = tempered(quantile_scaled(reward, pool.ring), learned.gate, window.repetition)
         step = log_weight_step((1 + scaled) / 2, tuning.exploration, arms)
         return replace(learned, value=learned.value + step)
-    scaled = tempered(
-        reward / max(pool.scale or 0.0, SCALE_MIN), learned.gate, window.repetition
-    )
+    scaled = tempered(reward / max(pool.scale or 0.0, SCALE_MIN), learned.gate, window.repetition)
     if kind == "ducb":
         return discounted(learned, window.pulls, scaled, tuning.gamma)
     return replace(learned, value=averaged(learned.value, scaled, tuning.ema_alpha))

@@ -9,8 +9,6 @@ passed, 130 forced; `status`: 0 running, 1 dead, 3 not running, 4 unknown.
 
 from __future__ import annotations
 
-import os
-import sys
 import traceback
 
 import click
@@ -18,6 +16,7 @@ import click
 from supervisor import (
     __version__,
     control_commands,
+    exactness_commands,
     policy_commands,
     proof_commands,
     view_commands,
@@ -42,10 +41,6 @@ def main() -> int:
         return int(ExitCode.FORCED)
     except RunError as error:
         return complain(str(error), ExitCode.USAGE)
-    except BrokenPipeError:
-        # Whoever read our output has gone; what was to be said is of no use to anyone.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception:
         # Whatever gets here is our mistake or a machine that fails us: say all we know, with the
         # one exit code that tells a service manager to start us again.
@@ -86,6 +81,8 @@ for command in (
     view_commands.samples,
     view_commands.checkpoints,
     view_commands.doctor,
+    exactness_commands.replay,
+    exactness_commands.fork,
     proof_commands.verify,
     proof_commands.history,
     proof_commands.import_command,

@@ -3,12 +3,8 @@
 What may live here: the way from one state of the curriculum to the next pick, and what steps,
 evaluations and pivots do to it. No clock, file, process, random source, thread or socket, and
 neither torch nor numpy; everything is a function of its arguments. This is the one door for others:
-the policy is in `policy`, the state and its saved form in `curriculum_state`.
-
-    preferences(state)  what the policy kind would like, any scale           (supervisor.bandit)
-    -> project          shares that sum to 1 within caps and floors      (supervisor.projection)
-    -> integer_weights  the same in whole units, equal on every machine  (supervisor.projection)
-    -> pick             smooth weighted round robin                      (supervisor.projection)
+the policy is in `policy`, the state and its saved form in `curriculum_state`, the decision in
+`mixture`, the formulas of the adaptive kinds in `bandit`.
 
 A decision is made when a phase begins, and for the adaptive kinds after each complete window (ucb1:
 each run of one arm). Between two decisions only picks and sums change.
@@ -26,10 +22,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from supervisor import bandit
-from supervisor.bandit import WINDOWED, Statistics, Window, averaged, run_length
+from supervisor.bandit import WINDOWED, Window, averaged, run_length
 
 # The names below are part of this module's interface.
 from supervisor.bandit import Tuning as Tuning
@@ -42,6 +38,9 @@ from supervisor.curriculum_state import State as State
 from supervisor.curriculum_state import StateError as StateError
 from supervisor.curriculum_state import from_json as from_json
 from supervisor.curriculum_state import to_json as to_json
+from supervisor.mixture import decided, planned
+from supervisor.mixture import preferences as preferences
+from supervisor.mixture import shares as shares
 from supervisor.policy import BOUNDS as BOUNDS
 from supervisor.policy import KINDS as KINDS
 from supervisor.policy import MAIN as MAIN
@@ -51,14 +50,8 @@ from supervisor.policy import Policy as Policy
 from supervisor.policy import PolicyError as PolicyError
 from supervisor.policy import check_policy as check_policy
 from supervisor.policy import fragile_arms as fragile_arms
-from supervisor.projection import SHARE_UNITS, check_feasible, integer_weights, pick, project
+from supervisor.projection import SHARE_UNITS, pick
 from supervisor.projection import Infeasible as Infeasible
-
-# Arms that join others share at most RAMP_START of the picks at first, and are as free as all others
-# after RAMP_WINDOWS windows.
-RAMP_START: Final = 0.3
-RAMP_WINDOWS: Final = 10
-
 
 # --- the first state of a policy ------------------------------------------------------------------
 
@@ -120,7 +113,7 @@ def extended(state: State, round_pulls: Mapping[str, float], steps: int) -> Stat
     """
     if state.policy.tuning.maximum_epochs is None:
         return state
-    return _decide(_planned(state, round_pulls, steps))
+    return decided(planned(state, round_pulls, steps))
 
 
 def _sources(
@@ -159,36 +152,19 @@ def _begin(
     steps: int | None,
 ) -> State:
     arms = tuple(ArmState(source=source) for source in sources)
-    state = State(policy, seed, arms, PhaseCount(), PhaseCount(), (), (), retired=retired)
-    state = replace(state, window_pulls=policy.window_pulls(state.phase))
-    if policy.tuning.maximum_epochs is not None:
-        state = _planned(state, round_pulls, steps)
-    return _decide(state)
-
-
-def _planned(state: State, round_pulls: Mapping[str, float], steps: int | None) -> State:
-    """With the share of the `steps` to come that `maximum_epochs` leaves each arm."""
-    policy, epochs = state.policy, state.policy.tuning.maximum_epochs
-    assert epochs is not None, "there is no limit to plan for"
-    missing = [name for name in policy.names if name not in round_pulls]
-    if missing or steps is None:
-        raise PolicyError(
-            f"policy.maximum_epochs is {epochs:g}, but the size of {', '.join(missing) or 'the run'}"
-            " is not known; leave it out, or give the pulls of one pass and the steps to come"
-        )
-    locked_steps = max(0, policy.warmup_steps - state.warm_up.steps)
-    arms = []
-    for name, arm in zip(policy.names, state.arms, strict=True):
-        pulls_left = steps if name in policy.warmup_arms else steps - locked_steps
-        spent = arm.source.pulls + arm.pulls
-        share = bandit.epoch_share(epochs, round_pulls[name], spent, pulls_left)
-        arms.append(replace(arm, source=replace(arm.source, ceiling=_on_grid(share))))
-    planned = replace(state, arms=tuple(arms))
-    for phase in (state.phase, MAIN):
-        active = policy.active(phase)
-        where = f"phase {phase}, with at most {epochs:g} epochs in {steps} steps: "
-        check_feasible(*_limits(planned, active, [arms[k].source.ceiling for k in active]), where)
-    return planned
+    state = State(
+        policy=policy,
+        seed=seed,
+        arms=arms,
+        warm_up=PhaseCount(),
+        main=PhaseCount(),
+        shares=(),
+        weights=(),
+        credits=(0,) * len(arms),
+        window_pulls=policy.window_pulls(policy.phases[0]),
+        retired=retired,
+    )
+    return decided(planned(state, round_pulls, steps))
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -196,26 +172,26 @@ def _planned(state: State, round_pulls: Mapping[str, float], steps: int | None) 
 
 def next_arm(state: State) -> tuple[str, State]:
     """The arm of the next draw, and the state that has counted this pull."""
-    credits = [arm.credit for arm in state.arms]
     picked, left = state.running, state.run_left - 1
     began = picked is None
     if picked is None:
-        picked, credits = pick(credits, state.weights)
+        picked, credits = pick(state.credits, state.weights)
+        counted = state.warm_up if state.phase == WARM_UP else state.main
         least, most = state.policy.run_steps
-        runs = (state.warm_up if state.phase == WARM_UP else state.main).runs
-        left = run_length(state.seed, state.phase, runs, least, most) - 1
+        left = run_length(state.seed, state.phase, counted.runs, least, most) - 1
     else:
         # Inside a run all earn and the running arm pays, as if it had been picked again.
-        credits = [credit + weight for credit, weight in zip(credits, state.weights, strict=True)]
+        pairs = zip(state.credits, state.weights, strict=True)
+        credits = [credit + weight for credit, weight in pairs]
         credits[picked] -= SHARE_UNITS
-    arms = tuple(
-        _drawn(arm, credit, position == picked)
-        for position, (arm, credit) in enumerate(zip(state.arms, credits, strict=True))
-    )
-    counted = _counted(state, pulls=1, runs=int(began))
-    running = picked if left else None
+    arm = state.arms[picked]
     return state.policy.arms[picked].name, replace(
-        state, arms=arms, running=running, run_left=left, **counted
+        state,
+        arms=_with(state.arms, picked, replace(arm, pulls=arm.pulls + 1)),
+        credits=tuple(credits),
+        running=picked if left else None,
+        run_left=left,
+        **_counted(state, pulls=1, runs=int(began)),
     )
 
 
@@ -230,17 +206,21 @@ def observe(state: State, arm: str, loss: float, targets: int = 1) -> State:
         raise ValueError(f"arm {arm}: loss {loss} is not finite; a stopped step is not observed")
     if targets < 1:
         raise ValueError(f"arm {arm}: {targets} targets, expected at least 1")
-    arms = list(state.arms)
-    arms[position] = _trained(state.policy, arms[position], loss, targets)
-    counted, windowed = _counted(state, steps=1), state.policy.kind in WINDOWED
+    trained = _trained(state.policy, state.arms[position], loss, targets)
+    windowed = state.policy.kind in WINDOWED
     window_steps = state.window_steps + windowed
-    after = replace(state, arms=tuple(arms), window_steps=window_steps, **counted)
+    after = replace(
+        state,
+        arms=_with(state.arms, position, trained),
+        window_steps=window_steps,
+        **_counted(state, steps=1),
+    )
     if after.phase != state.phase:
         return _enter_main(after, state.active)
     if windowed and window_steps >= state.window_pulls:
-        return _decide(_close_window(after))
+        return decided(_close_window(after))
     if state.policy.kind == "ucb1" and after.running is None:
-        return _decide(after)
+        return decided(after)
     return after
 
 
@@ -272,7 +252,7 @@ def rest(state: State, arm: str) -> State:
     """
     position = _active_position(state, arm)
     arms = _with(state.arms, position, replace(state.arms[position], resting=True))
-    return _decide(_fresh_window(replace(state, arms=arms)))
+    return decided(_fresh_window(replace(state, arms=arms)))
 
 
 def rejoin(state: State, arm: str) -> State:
@@ -286,18 +266,14 @@ def rejoin(state: State, arm: str) -> State:
     position = names.index(arm)
     arms = _with(state.arms, position, replace(state.arms[position], resting=False))
     back = _joined(replace(state, arms=arms), state.active, [position])
-    return _decide(_fresh_window(back))
+    return decided(_fresh_window(back))
 
 
 def _active_position(state: State, arm: str) -> int:
-    for position, configured in enumerate(state.policy.arms):
-        if configured.name == arm and position in state.active:
+    for position in state.active:
+        if state.policy.arms[position].name == arm:
             return position
     raise ValueError(f"arm {arm} is not active in phase {state.phase}")
-
-
-def _drawn(arm: ArmState, credit: int, picked: bool) -> ArmState:
-    return replace(arm, credit=credit, pulls=arm.pulls + picked)
 
 
 def _counted(state: State, pulls: int = 0, steps: int = 0, runs: int = 0) -> dict[str, Any]:
@@ -350,17 +326,17 @@ def _close_window(state: State) -> State:
 def _fresh_window(state: State) -> State:
     """Other arms, other debts: credits are zeroed, and the open window and run are given up."""
     arms = tuple(
-        replace(arm, credit=0, window_steps=0, window_nats=0.0, window_targets=0)
-        for arm in state.arms
+        replace(arm, window_steps=0, window_nats=0.0, window_targets=0) for arm in state.arms
     )
-    return replace(state, arms=arms, window_steps=0, running=None, run_left=0)
+    owed = (0,) * len(arms)
+    return replace(state, arms=arms, credits=owed, window_steps=0, running=None, run_left=0)
 
 
 def _enter_main(state: State, before: Sequence[int]) -> State:
     window_pulls = state.policy.window_pulls(MAIN)
     state = _fresh_window(replace(state, window_pulls=window_pulls))
     new = [position for position in state.active if position not in before]
-    return _decide(_joined(state, before, new))
+    return decided(_joined(state, before, new))
 
 
 def _joined(state: State, before: Sequence[int], new: Sequence[int]) -> State:
@@ -382,101 +358,3 @@ def _joined(state: State, before: Sequence[int], new: Sequence[int]) -> State:
 
 def _with(arms: Sequence[ArmState], position: int, arm: ArmState) -> tuple[ArmState, ...]:
     return (*arms[:position], arm, *arms[position + 1 :])
-
-
-# --- decisions ------------------------------------------------------------------------------------
-
-
-def shares(state: State) -> dict[str, float]:
-    """Target share of the picks per arm in the current phase; dormant arms have 0."""
-    return {arm.name: share for arm, share in zip(state.policy.arms, state.shares, strict=True)}
-
-
-def preferences(state: State) -> list[float]:
-    """How much the policy kind wants each active arm, in the order of `State.active`.
-
-    Any scale; nonnegative. For "static" these are the configured weights; the others multiply the
-    weights by what they learned, which is 1 for the arm they like best.
-    """
-    policy, active = state.policy, state.active
-    weights = [policy.arms[position].weight for position in active]
-    if policy.kind == "static":
-        return weights
-    # An arm that may never be picked stays unknown for ever: it must not be what is longed for.
-    open_to = [
-        place
-        for place, position in enumerate(active)
-        if weights[place] and policy.arms[position].cap and state.arms[position].source.ceiling
-    ]
-    if not open_to:
-        return weights
-    learned: list[Statistics] = [state.arms[active[place]].learned for place in open_to]
-    explore = not all(policy.arms[active[place]].floor for place in open_to)
-    liked = bandit.wanted(
-        policy.kind, policy.tuning, policy.confidence, learned, explore=explore
-    )
-    found = [0.0] * len(active)
-    for place, factor in zip(open_to, liked, strict=True):
-        found[place] = weights[place] * factor
-    return found
-
-
-def _decide(state: State) -> State:
-    policy, active = state.policy, state.active
-    floors, caps = _limits(state, active, _ceilings(state, active))
-    check_feasible(floors, caps, f"phase {state.phase}: ")
-    desired = preferences(state)
-    if policy.bounds == "weight":
-        bounds = [policy.arms[position] for position in active]
-        desired = [min(max(q, arm.floor), arm.cap) for q, arm in zip(desired, bounds, strict=True)]
-    decided = project(desired, floors, caps)
-    whole = integer_weights(decided, floors, caps)
-    shares, weights = [0.0] * len(policy.arms), [0] * len(policy.arms)
-    for position, share, weight in zip(active, decided, whole, strict=True):
-        shares[position], weights[position] = share, weight
-    return replace(state, shares=tuple(shares), weights=tuple(weights))
-
-
-def _limits(
-    state: State, active: Sequence[int], ceilings: Sequence[float]
-) -> tuple[list[float], list[float]]:
-    """Floors and caps of the shares. Relative weights have bounds of their own, beside these."""
-    arms = [state.policy.arms[position] for position in active]
-    if state.policy.bounds == "weight":
-        caps = [ceiling if arm.cap else 0.0 for arm, ceiling in zip(arms, ceilings, strict=True)]
-        return [0.0] * len(arms), caps
-    caps = [min(arm.cap, ceiling) for arm, ceiling in zip(arms, ceilings, strict=True)]
-    return [min(arm.floor, cap) for arm, cap in zip(arms, caps, strict=True)], caps
-
-
-def _ceilings(state: State, active: Sequence[int]) -> list[float]:
-    """What else limits a share: epochs, and for some windows that an arm came late.
-
-    A cohort that joins together takes at most RAMP_START at first, whatever its caps would allow.
-    """
-    arms = [state.arms[position] for position in active]
-    ceilings = [arm.source.ceiling for arm in arms]
-    new = [place for place, arm in enumerate(arms) if _is_ramping(state, arm)]
-    if not new:
-        return ceilings
-    latest = max(arms[place].joined_step or 0 for place in new)
-    windows = (state.steps - latest) // state.window_pulls
-    most = RAMP_START + (1 - RAMP_START) * windows / RAMP_WINDOWS
-    floors = {place: _limits(state, [active[place]], [1.0])[0][0] for place in new}
-    spare = max(0.0, most - math.fsum(floors.values())) / len(new)
-    ramped = list(ceilings)
-    for place in new:
-        ramped[place] = min(ceilings[place], _on_grid(floors[place] + spare))
-    # Where the others cannot fill the rest, as after an arm went to rest, late is as good as early.
-    filled = math.fsum(_limits(state, active, ramped)[1])
-    return ramped if filled >= 1 else ceilings
-
-
-def _is_ramping(state: State, arm: ArmState) -> bool:
-    ramp_steps = RAMP_WINDOWS * state.window_pulls
-    return arm.joined_step is not None and state.steps - arm.joined_step < ramp_steps
-
-
-def _on_grid(share: float) -> float:
-    """Down to a whole SHARE_UNIT, so that a floor cut to it can be met exactly."""
-    return math.floor(share * SHARE_UNITS + 1e-6) / SHARE_UNITS

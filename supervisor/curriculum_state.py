@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from supervisor.bandit import RING_LENGTH, Pool, Statistics
@@ -48,24 +48,23 @@ class Source:
 class ArmState:
     """What is remembered of one arm under this policy.
 
-    `targets` are targets trained on; `credit` is in SHARE_UNITS. `ema_loss` is in nats and
-    `ema_reward` in thousandths of a nat; both move at each step of the arm and are None until
-    there is a value to average. `window_*` sum up the steps of the open window. `joined_step` is
-    when it joined arms that were there before, `resting` that it is not available.
+    `targets` are targets trained on. `ema_loss` is in nats and `ema_reward` in thousandths of a
+    nat; both move at each step of the arm and are None until there is a value to average.
+    `window_*` sum up the steps of the open window. `joined_step` is when it joined arms that were
+    there before, `resting` that it is not available.
     """
 
     pulls: int = 0
     targets: int = 0
-    credit: int = 0
     ema_loss: float | None = None
     ema_reward: float | None = None
     window_steps: int = 0
     window_nats: float = 0.0
     window_targets: int = 0
-    learned: Statistics = Statistics()
+    learned: Statistics = field(default_factory=Statistics)
     joined_step: int | None = None
     resting: bool = False
-    source: Source = Source()
+    source: Source = field(default_factory=Source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +90,10 @@ class Retired:
 class State:
     """The whole of the curriculum between two steps; `arms` stands in the policy's order.
 
-    `shares` and `weights` are the decision in force. `running` is the position of the arm whose
-    run goes on for `run_left` more pulls, None between runs. `window_steps` counts the steps of
-    the open window, `window_pulls` is its length, which follows from policy and phase.
+    `shares` and `weights` are the decision in force, `credits` what each arm is owed under it, in
+    SHARE_UNITS. `running` is the position of the arm whose run goes on for `run_left` more pulls,
+    None between runs. `window_steps` counts the steps of the open window; its length
+    `window_pulls` follows from policy and phase.
     """
 
     policy: Policy
@@ -103,11 +103,12 @@ class State:
     main: PhaseCount
     shares: tuple[float, ...]
     weights: tuple[int, ...]
+    credits: tuple[int, ...]
     running: int | None = None
     run_left: int = 0
     window_steps: int = 0
     window_pulls: int = 1
-    pool: Pool = Pool()
+    pool: Pool = field(default_factory=Pool)
     retired: tuple[Retired, ...] = ()
 
     @property
@@ -135,7 +136,7 @@ class State:
 def to_json(state: State) -> dict[str, Any]:
     """The state as plain JSON values, keyed by arm; `from_json` gives back an equal State."""
     names = state.policy.names
-    decided = zip(state.weights, state.shares, strict=True)
+    picking = zip(state.weights, state.shares, state.credits, strict=True)
     return {
         "format": STATE_FORMAT,
         "kind": state.policy.kind,
@@ -150,15 +151,15 @@ def to_json(state: State) -> dict[str, Any]:
         "arms": {
             name: _record(arm)
             | {"learned": _record(arm.learned), "source": _record(arm.source)}
-            | {"weight": weight, "share": share}
-            for name, arm, (weight, share) in zip(names, state.arms, decided, strict=True)
+            | {"weight": weight, "share": share, "credit": credit}
+            for name, arm, (weight, share, credit) in zip(names, state.arms, picking, strict=True)
         },
         "retired": [_record(arm) for arm in state.retired],
     }
 
 
 def _record(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in fields(value)}
+    return {one.name: getattr(value, one.name) for one in fields(value)}
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -183,15 +184,18 @@ def from_json(policy: Policy, value: Any) -> State:
     running = body["run"]["arm"]
     if running is not None and running not in names:
         raise StateError(f"{where} run arm: {running!r} is no arm of the policy")
-    weights, shares = ([arm.pop(key) for arm in arms] for key in ("weight", "share"))
+    weights, shares, credits = (
+        tuple(arm.pop(key) for arm in arms) for key in ("weight", "share", "credit")
+    )
     state = State(
         policy=policy,
         seed=body["seed"],
         arms=tuple(ArmState(**arm) for arm in arms),
         warm_up=body["phases"][WARM_UP],
         main=body["phases"][MAIN],
-        shares=tuple(shares),
-        weights=tuple(weights),
+        shares=shares,
+        weights=weights,
+        credits=credits,
         running=None if running is None else names.index(running),
         run_left=body["run"]["left"],
         window_steps=body["window_steps"],
@@ -286,10 +290,6 @@ def _built(kind: Callable[..., Any], parsers: Mapping[str, Parser]) -> Parser:
     return lambda value, where: kind(**_read(value, parsers, where))
 
 
-def _any(value: Any, where: str) -> Any:
-    return value
-
-
 _COUNT: Final = _built(PhaseCount, {"pulls": _whole, "steps": _whole, "runs": _whole})
 _LEARNED: Final[Mapping[str, Parser]] = {
     "gain": _number,
@@ -311,7 +311,6 @@ _SOURCE: Final[Mapping[str, Parser]] = {
 _ARM: Final[Mapping[str, Parser]] = {
     "pulls": _whole,
     "targets": _whole,
-    "credit": _credit,
     "ema_loss": _optional_number,
     "ema_reward": _optional_number,
     "window_steps": _whole,
@@ -323,6 +322,7 @@ _ARM: Final[Mapping[str, Parser]] = {
     "source": _built(Source, _SOURCE),
     "weight": _whole,
     "share": _fraction,
+    "credit": _credit,
 }
 _RETIRED: Final[Mapping[str, Parser]] = {
     "name": _text,
@@ -331,14 +331,14 @@ _RETIRED: Final[Mapping[str, Parser]] = {
     "targets": _whole,
 }
 _STATE: Final[Mapping[str, Parser]] = {
-    "format": _any,
-    "kind": _any,
+    "format": _whole,
+    "kind": _text,
     "seed": _whole,
     "phases": lambda value, where: _read(value, {WARM_UP: _COUNT, MAIN: _COUNT}, where),
     "run": lambda value, where: _read(value, {"arm": _optional(_text), "left": _whole}, where),
     "window_steps": _whole,
     "pool": _built(Pool, {"scale": _optional(_amount), "ring": _several(_number)}),
-    "arms": _any,
+    "arms": lambda value, where: value,
     "retired": _several(_built(Retired, _RETIRED)),
 }
 
@@ -356,13 +356,13 @@ def _check_state(state: State) -> None:
         raise StateError(f"{where}: the arms count {pulls} pulls, the phases {counted}")
     if (steps := sum(arm.window_steps for arm in arms)) != state.window_steps:
         raise StateError(f"{where}: the arms count {steps} window steps, not {state.window_steps}")
-    if total := sum(arm.credit for arm in arms):
+    if total := sum(state.credits):
         raise StateError(f"{where}: credits sum to {total}, expected 0")
     if (total := sum(state.weights)) != SHARE_UNITS:
         raise StateError(f"{where}: weights sum to {total}, expected {SHARE_UNITS}")
     if abs(math.fsum(state.shares) - 1) > 1e-9:
         raise StateError(f"{where}: shares sum to {math.fsum(state.shares)}, expected 1")
-    _check_dormant(state)
+    _check_shares(state)
     if (state.running is None) != (state.run_left == 0) or (
         state.running is not None and state.running not in state.active
     ):
@@ -377,13 +377,19 @@ def _check_state(state: State) -> None:
         raise StateError(f"{where} retired: lists an arm twice, or one that is configured")
 
 
-def _check_dormant(state: State) -> None:
-    """An arm that may not be picked has no share and no debt; one still locked has no past."""
+def _check_shares(state: State) -> None:
+    """Shares are within bounds; an arm that may not be picked has none, and no past if locked."""
     unlocked = state.policy.active(state.phase)
-    for position, (name, arm) in enumerate(zip(state.policy.names, state.arms, strict=True)):
-        if position in state.active:
-            continue
-        if state.weights[position] or state.shares[position] or arm.credit:
-            raise StateError(f"bandit state arm {name}: not active, yet it has a share or credit")
-        if position not in unlocked and arm != ArmState(source=arm.source):
-            raise StateError(f"bandit state arm {name}: dormant in {state.phase}, yet used")
+    for position, (arm, kept) in enumerate(zip(state.policy.arms, state.arms, strict=True)):
+        share, where = state.shares[position], f"bandit state arm {arm.name}"
+        if position not in unlocked and kept != ArmState(source=kept.source):
+            raise StateError(f"{where}: dormant in {state.phase}, yet used")
+        if position not in state.active:
+            if share or state.weights[position] or state.credits[position]:
+                raise StateError(f"{where}: not active, yet it has a share or credit")
+        elif state.policy.bounds == "share":
+            floor = min(arm.floor, kept.source.ceiling)
+            if not floor - 1e-9 <= share <= arm.cap + 1e-9:
+                raise StateError(f"{where} share: {share} is not from {floor} to {arm.cap}")
+        if abs(state.weights[position] - share * SHARE_UNITS) > len(state.arms):
+            raise StateError(f"{where} weight: {state.weights[position]} is not {share} in whole")

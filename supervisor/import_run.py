@@ -19,11 +19,11 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import orjson
 import tomli_w
@@ -43,6 +43,7 @@ from supervisor.rundir import RunDirectory, RunError
 LOSS_ENDING: Final = ".loss.json"
 SAMPLES_ENDING: Final = ".samples.json"
 CHUNK_ENTRIES: Final = 10_000
+_TEXTS: Final = ("python-docs", "python-docstrings", "python-source")
 _STEP_FILE: Final = re.compile(r"step_(\d+)\.bin")
 _FICLONE: Final = 0x40049409  # linux/fs.h: share the blocks, copy on write
 _NO_CLONE: Final = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ETXTBSY)
@@ -153,9 +154,13 @@ def size_bytes(directory: Path) -> int:
 
 
 def _settings(name: str, root: Path, newest_step: int) -> Settings:
-    """The defaults, with a target that is not behind what the run has reached."""
-    steps = max(newest_step, config.Training().steps)
-    tree = {"run": {"name": name, "directory": str(root / name)}, "training": {"steps": steps}}
+    """The defaults, with a target that is not behind what the run has reached, and with the texts
+    that every machine has."""
+    tree = {
+        "run": {"name": name, "directory": str(root / name)},
+        "training": {"steps": max(newest_step, config.Training().steps)},
+        "policy": {"arms": [{"name": text, "builtin": text} for text in _TEXTS]},
+    }
     return config.parse(tree, "--name")
 
 
@@ -215,13 +220,12 @@ def _fill(
     replace_file(run.policies / "0001.toml", tomli_w.dumps(policy).encode())
     ledger = Ledger.open(run.ledger)
     try:
-        for start in range(0, len(source.entries), CHUNK_ENTRIES):
-            ledger.append(source.entries[start : start + CHUNK_ENTRIES])
+        bindings = _append(ledger, source.entries, {one.step for one in verified})
         ledger.sync()
-        imported.entries = ledger.count
-        records = list(_records(run, settings, source, verified, ledger))
     finally:
         ledger.close()
+    imported.entries = len(source.entries)
+    records = list(_records(run, settings, source, verified, bindings))
     journal, _ = Journal.open(run.journal)
     try:
         journal.append(records, time.time())
@@ -259,12 +263,31 @@ def _copy(source: Path, target: Path) -> None:
         os.fsync(writing.fileno())
 
 
+Bindings = dict[int, tuple[int, str]]
+
+
+def _append(ledger: Ledger, entries: Sequence[Entry], steps: Container[int]) -> Bindings:
+    """Writes the history. By step, the binding (entries, SHA-256) of the newest entry of each of
+    `steps`, and of the last entry; taken on the way, while the ledger still knows where they end."""
+    wanted = {entry.step: end for end, entry in enumerate(entries, 1) if entry.step in steps}
+    if entries:
+        wanted[entries[-1].step] = len(entries)
+    bindings: Bindings = {}
+    done = 0
+    for end in sorted({*wanted.values(), *range(CHUNK_ENTRIES, len(entries), CHUNK_ENTRIES)}):
+        ledger.append(entries[done:end])
+        done, step = end, entries[end - 1].step
+        if wanted.get(step) == end:
+            bindings[step] = ledger.binding(step)
+    return bindings
+
+
 def _records(
     run: RunDirectory,
     settings: Settings,
     source: Source,
     verified: Sequence[Verified],
-    ledger: Ledger,
+    bindings: Bindings,
 ) -> Iterator[Json]:
     """The journal of the new run. Each checkpoint, and the whole history, is bound to the ledger
     as those of a run that we recorded ourselves."""
@@ -275,20 +298,18 @@ def _records(
     )
     for one in verified:
         committed = ev.CheckpointCommitted(one.step, 0, "", [], one.binary_digest)
-        yield ev.record_to_json(committed) | _binding(ledger, one.step)
+        yield ev.record_to_json(committed) | _bound(bindings.get(one.step))
         yield ev.record_to_json(ev.CheckpointVerified(one.step, one.sha256))
     steps = [one.step for one in verified]
-    record = ev.RunImported(str(source.directory.resolve()), ledger.count, steps)
-    bound = _binding(ledger, ledger.last.step) if ledger.last is not None else {}
-    yield ev.record_to_json(record) | bound
+    record = ev.RunImported(str(source.directory.resolve()), len(source.entries), steps)
+    last = bindings[source.entries[-1].step] if source.entries else None
+    yield ev.record_to_json(record) | _bound(last)
     for path in (run.run_file, *sorted(run.policies.glob("*.toml"))):
         sha256 = contract.digest(path.read_bytes())
         yield ev.record_to_json(ev.FileStored(str(path.relative_to(run.path)), sha256))
 
 
-def _binding(ledger: Ledger, step: int) -> dict[str, Any]:
-    try:
-        entries, sha256 = ledger.binding(step)
-    except LookupError:
-        return {"ledger_entries": None, "ledger_sha256": None}
+def _bound(binding: tuple[int, str] | None) -> Json:
+    """What a journal line says beside its record: nulls where no entry has the step."""
+    entries, sha256 = binding or (None, None)
     return {"ledger_entries": entries, "ledger_sha256": sha256}

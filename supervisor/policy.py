@@ -9,7 +9,7 @@ Invariant: a policy that passes `check_policy` can be scheduled in each of its p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from supervisor.bandit import WINDOWED, Tuning, window_required
@@ -27,6 +27,19 @@ ANDREA_RUN_STEPS: Final = (7, 42)
 # An arm without a floor may stay unseen; a window is still long enough for this part of an even
 # share.
 _NOMINAL_FLOOR: Final = 0.25
+
+# Least value, whether that itself is too little, and most.
+_TUNING_RANGES: Final = (
+    ("confidence", 0, False, math.inf),
+    ("tau", 0, True, math.inf),
+    ("gamma", 0, True, 1),
+    ("ema_alpha", 0, True, 1),
+    ("exploration", 0, False, 1),
+    ("maximum_epochs", 0, True, math.inf),
+    ("window_pulls", 1, False, math.inf),
+    ("run_steps_minimum", 1, False, math.inf),
+    ("run_steps_maximum", 1, False, math.inf),
+)
 
 
 class PolicyError(ValueError):
@@ -60,7 +73,7 @@ class Policy:
     warmup_steps: int
     warmup_arms: tuple[str, ...]
     arms: tuple[ArmPolicy, ...]
-    tuning: Tuning = Tuning()
+    tuning: Tuning = field(default_factory=Tuning)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,9 +135,9 @@ def check_policy(policy: Policy) -> None:
 
     The text names the arm or the phase, and a change that would do.
     """
-    for field, value, choices in (("kind", policy.kind, KINDS), ("bounds", policy.bounds, BOUNDS)):
+    for name, value, choices in (("kind", policy.kind, KINDS), ("bounds", policy.bounds, BOUNDS)):
         if value not in choices:
-            raise PolicyError(f"policy.{field} is {value!r}, expected one of {', '.join(choices)}")
+            raise PolicyError(f"policy.{name} is {value!r}, expected one of {', '.join(choices)}")
     _check_names(policy)
     for arm in policy.arms:
         _check_arm(arm, policy.bounds)
@@ -166,9 +179,9 @@ def _check_names(policy: Policy) -> None:
 
 
 def _check_arm(arm: ArmPolicy, bounds: str) -> None:
-    for field, value in (("weight", arm.weight), ("floor", arm.floor), ("cap", arm.cap)):
+    for name, value in (("weight", arm.weight), ("floor", arm.floor), ("cap", arm.cap)):
         if not math.isfinite(value) or value < 0:
-            raise PolicyError(f"arm {arm.name}: {field} is {value}, expected a number of 0 or more")
+            raise PolicyError(f"arm {arm.name}: {name} is {value}, expected a number of 0 or more")
     if arm.floor > arm.cap:
         raise PolicyError(f"arm {arm.name}: floor {arm.floor} is above cap {arm.cap}")
     if bounds == "share" and arm.cap > 1:
@@ -180,20 +193,17 @@ def _check_arm(arm: ArmPolicy, bounds: str) -> None:
 
 def _check_tuning(policy: Policy) -> None:
     tuning = policy.tuning
-    for field, within, expected in (
-        ("confidence", lambda value: value >= 0, "at least 0"),
-        ("tau", lambda value: value > 0, "above 0"),
-        ("gamma", lambda value: 0 < value <= 1, "above 0 and at most 1"),
-        ("ema_alpha", lambda value: 0 < value <= 1, "above 0 and at most 1"),
-        ("exploration", lambda value: 0 <= value <= 1, "from 0 to 1"),
-        ("maximum_epochs", lambda value: value > 0, "above 0"),
-        ("window_pulls", lambda value: value >= 1, "at least 1"),
-        ("run_steps_minimum", lambda value: value >= 1, "at least 1"),
-        ("run_steps_maximum", lambda value: value >= 1, "at least 1"),
-    ):
-        value = getattr(tuning, field)
-        if value is not None and not (math.isfinite(value) and within(value)):
-            raise PolicyError(f"policy.{field} is {value}, expected a number {expected}")
+    for name, least_value, open_below, most_value in _TUNING_RANGES:
+        value = getattr(tuning, name)
+        if value is None:
+            continue
+        above = value > least_value if open_below else value >= least_value
+        if not (math.isfinite(value) and above and value <= most_value):
+            least_text = f"{'above' if open_below else 'of at least'} {least_value}"
+            most_text = "" if most_value == math.inf else f" and at most {most_value}"
+            raise PolicyError(
+                f"policy.{name} is {value}, expected a number {least_text}{most_text}"
+            )
     least, most = policy.run_steps
     if least > most:
         raise PolicyError(

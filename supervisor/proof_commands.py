@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
@@ -75,7 +75,7 @@ def verify(run: str | None, repair: bool, as_json: bool) -> int:
 
     directory = _open(run)
     with _progress("verifying", proof.size_bytes(directory)) as advance:
-        report = (proof.repair if repair else proof.verify)(directory, advance)
+        report = proof.repair(directory, advance) if repair else proof.verify(directory, advance)
     if as_json:
         print_json(report.to_json())
     else:
@@ -146,11 +146,9 @@ def history(
         found = exports.History(directory.ledger)
         entries = exports.between(found.raw() if raw else found.canonical(), first, last)
         thinned = exports.thin(entries, every) if every > 1 else entries
-        if output is None:
-            exports.FORMATS[form](thinned, click.get_binary_stream("stdout"))
-        else:
-            with exports.replacing(output) as out:
-                exports.FORMATS[form](thinned, out)
+        with _opened(output) as out:
+            exports.FORMATS[form](thinned, out)
+            out.flush()
     except LedgerDamaged as damage:
         return complain(str(damage), ExitCode.FAILED)
     except FileNotFoundError as error:
@@ -158,6 +156,12 @@ def history(
     if found.torn:
         complain(f"{directory.ledger}: a torn row at its end was left out", ExitCode.OK)
     return int(ExitCode.OK)
+
+
+def _opened(output: Path | None) -> AbstractContextManager[BinaryIO]:
+    from supervisor.history import replacing
+
+    return nullcontext(sys.stdout.buffer) if output is None else replacing(output)
 
 
 def _check_output(output: Path | None, run: Path) -> None:

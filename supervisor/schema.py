@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
@@ -46,6 +47,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63, description="an integer from 0 to 2^
 Positive = Annotated[float, Field(gt=0, description="a number above 0")]
 NonNegative = Annotated[float, Field(ge=0, description="a number of at least 0")]
 Fraction = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
+Rate = Annotated[float, Field(gt=0, le=1, description="a number above 0 and at most 1")]
 Text = Annotated[str, Field(min_length=1, description="text that is not empty")]
 FilePath = Annotated[Text, AfterValidator(os.path.abspath), Field(description="a path")]
 RunName = Annotated[
@@ -186,7 +188,10 @@ class Arm(_Table):
 
 
 class Policy(_Table):
-    kind: Literal["static"] = "static"
+    """How arms are chosen. Keys below `arms` tune the adaptive kinds, `run_steps_*` and
+    `maximum_epochs` all; None is what the kind says (see `supervisor.policy`)."""
+
+    kind: Literal["static", "ucb1", "ducb", "softmax_ema", "exp3"] = "ducb"
     bounds: Literal["share", "weight"] = "share"
     warmup_steps: Natural = 0
     warmup_arms: Annotated[
@@ -195,6 +200,17 @@ class Policy(_Table):
     arms: Annotated[
         tuple[Arm, ...], Field(strict=False, description="a list of tables [[policy.arms]]")
     ] = ()
+    window_pulls: Count | None = None
+    run_steps_minimum: Count | None = None
+    run_steps_maximum: Count | None = None
+    confidence: NonNegative | None = None
+    tau: Positive = 0.1
+    gamma: Rate = 0.98
+    ema_alpha: Rate = 0.1
+    exploration: Fraction = 0.1
+    maximum_epochs: Positive | None = None
+    text_discount: bool = True
+    heldout_gate: bool = True
 
 
 class Restart(_Table):
@@ -352,6 +368,9 @@ def _broken_arm_rules(policy: Policy, names: list[str]) -> Iterator[_Broken]:
             yield [("policy", "warmup_arms", index), ("policy", "arms")], name, expected
 
 
+_TUNING_KEYS: Final = {field.name for field in fields(curriculum.Tuning)}
+
+
 def curriculum_policy(policy: Policy) -> curriculum.Policy:
     """The part of a policy that chooses arms."""
     return curriculum.Policy(
@@ -362,4 +381,5 @@ def curriculum_policy(policy: Policy) -> curriculum.Policy:
         bounds=policy.bounds,
         warmup_steps=policy.warmup_steps,
         warmup_arms=policy.warmup_arms,
+        tuning=curriculum.Tuning(**policy.model_dump(include=_TUNING_KEYS)),
     )

@@ -26,12 +26,13 @@ def _decode(data: bytes) -> str:
     return printable(data.decode("utf-8", "replace"), keep="\n\t")
 
 
-def last_lines(path: Path, count: int) -> list[str]:
-    """The last `count` lines, read from the end; a line that has no end yet counts."""
+def last_lines(path: Path, count: int, end: int | None = None) -> list[str]:
+    """The last `count` lines before offset `end` (or all there is), read from there backward; a
+    line that has no end yet counts."""
     if count <= 0:
         return []
     with path.open("rb") as file:
-        position = os.fstat(file.fileno()).st_size
+        position = os.fstat(file.fileno()).st_size if end is None else end
         data = b""
         while position > 0 and data.count(b"\n") <= count:
             start = max(0, position - BLOCK_BYTES)
@@ -41,10 +42,10 @@ def last_lines(path: Path, count: int) -> list[str]:
     return [_decode(line) for line in data.splitlines(keepends=True)[-count:]]
 
 
-def follow(path: Path) -> Iterator[str]:
-    """What is added to the file from now on, until the caller stops asking."""
+def follow(path: Path, start: int) -> Iterator[str]:
+    """What the file has from offset `start` on, until the caller stops asking."""
     with path.open("rb") as file:
-        file.seek(0, os.SEEK_END)
+        file.seek(start)
         while True:
             data = file.read(BLOCK_BYTES)
             if data:

@@ -1,7 +1,7 @@
 """`supervisor verify`: everything that a run promised, read back from the device and compared.
 
 What may live here: reading a whole run directory and saying what in it is damaged, and where. The
-pass over the ledger is in `ledger_proof`, the reading of one checkpoint in `readback`.
+pass over the ledger is in `ledger_proof`, the verdict on one checkpoint in `checkpoint_proof`.
 
 Invariants:
 - Verifying takes no lock and changes nothing, so that it may run beside a living run. `repair`
@@ -20,16 +20,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
 
-from supervisor import checkpoint_requests, checkpoints, config, contract, journal, readback
+from supervisor import checkpoints, config, contract, journal
 from supervisor import events as ev
-from supervisor.contract import CHUNK_BYTES, HEADER_BYTES, ContractError, Json, checkpoint_stem
+from supervisor.checkpoint_proof import WHOLE, Verdict, promises, prove_checkpoint
+from supervisor.contract import ContractError, Json, checkpoint_stem
 from supervisor.ledger_proof import (
     Advance,
     Begin,
@@ -39,13 +38,12 @@ from supervisor.ledger_proof import (
     open_cold,
     prove_ledger,
 )
-from supervisor.readback import Damaged, Found
+from supervisor.readback import Found
 from supervisor.rundir import RunDirectory, RunError, lock_holder, take_lock, take_trainer_lock
 from supervisor.state import Durable, fold
 
 SCHEMA_VERSION: Final = 1
 DIGESTS_FILE: Final = "digests.json"
-WHOLE: Final = "the whole file"
 _THREADS_MAX: Final = 4  # hashing leaves the interpreter's lock alone
 _LOOKS: Final = 20
 _LOOK_SECONDS: Final = 0.1
@@ -193,11 +191,11 @@ class _Proof:
         self.report.seconds = time.monotonic() - begin
         return self.report
 
-    def _say(self, path: Path | str, place: str, what: str) -> None:
+    def _say(self, path: Path, place: str, what: str) -> None:
         self.report.problems.append(Problem(self._name(path), place, what))
 
-    def _name(self, path: Path | str) -> str:
-        return str(Path(path).relative_to(self.directory.path)) if isinstance(path, Path) else path
+    def _name(self, path: Path) -> str:
+        return str(path.relative_to(self.directory.path))
 
     def _read(self, count: int) -> None:
         with self._counting:
@@ -264,16 +262,14 @@ class _Proof:
         self, lines: Sequence[Json], durable: Durable, records: Sequence[ev.Record]
     ) -> None:
         path, bindings = self.directory.ledger, bindings_of(lines)
-        begin = Begin()
+        begin = Begin() if self._witness else Begin(imported=contract.INT32_MAX)
         for record in records:
             if isinstance(record, ev.RunImported):
                 begin = Begin(imported=record.ledger_entries)
             elif isinstance(record, ev.RunForked) and record.ledger_entries == 0:
                 begin = Begin(first_step=record.step + 1)
         try:
-            proof = prove_ledger(
-                path, bindings, begin, writing=self.living, advance=self._read
-            )
+            proof = prove_ledger(path, bindings, begin, writing=self.living, advance=self._read)
         except FileNotFoundError:
             proof = LedgerProof()
             if durable.attempt or bindings:
@@ -292,27 +288,39 @@ class _Proof:
     def _check_checkpoints(self, durable: Durable, records: Iterable[ev.Record]) -> None:
         promised = promises(records)
         found = checkpoints.find(self.directory.checkpoints)
-        check = partial(self._check_checkpoint, durable=durable, promised=promised)
+
+        def check(one: Found) -> Verdict:
+            return prove_checkpoint(
+                one,
+                promised.get(one.step),
+                durable.run_id,
+                durable.lineage,
+                bare_allowed=durable.imported,
+                advance=self._read,
+            )
+
         # Training goes first: beside a living run one thread has to do.
         threads = 1 if self.living else min(_THREADS_MAX, os.cpu_count() or 1)
         with ThreadPoolExecutor(threads) as pool:
             verdicts = list(pool.map(check, found))
         present = {one.step for one in found}
         missing = set(promised) - present
-        for one, (problems, condemned) in zip(found, verdicts, strict=True):
-            if problems and self.living and not one.binary.exists():
-                missing.add(one.step)
+        for verdict in verdicts:
+            step = verdict.found.step
+            if verdict.problems and self.living and not verdict.found.binary.exists():
+                missing.add(step)
                 continue
-            self.report.problems += problems
-            if condemned:
-                self.condemned.append((one, condemned))
-        if self.living and missing:
+            self.report.problems += verdict.problems
+            if verdict.condemned:
+                self.condemned.append((verdict.found, verdict.condemned))
+            if verdict.summary is not None:
+                self._summaries[step] = verdict.summary
+        if self.living:
             missing = self._still_missing(missing)
         for step in sorted(missing):
             name = f"{checkpoint_stem(step)}{checkpoints.BINARY}"
-            self._say(
-                self.directory.checkpoints / name, WHOLE, "missing; the journal says it is here"
-            )
+            what = "missing; the journal says it is here"
+            self._say(self.directory.checkpoints / name, WHOLE, what)
         unknown = sorted(present - set(promised))
         if unknown and self._witness:
             self.report.notes.append(f"checkpoints of steps {unknown} are not on record yet")
@@ -321,66 +329,13 @@ class _Proof:
     def _still_missing(self, steps: set[int]) -> set[int]:
         """Those that a living supervisor does not take off the record either: it removes first
         and journals then."""
-        for _ in range(_LOOKS):
+        for _ in range(_LOOKS if steps else 0):
             lines = journal.read(self.directory.journal)[0] if self._witness else []
             steps = steps & set(promises(filter(None, map(ev.record_from_json, lines))))
             if not steps:
                 break
             time.sleep(_LOOK_SECONDS)
         return steps
-
-    def _check_checkpoint(
-        self, found: Found, durable: Durable, promised: dict[int, Promise]
-    ) -> tuple[list[Problem], str]:
-        """What is wrong with one checkpoint, and the reason to set it aside where there is one.
-        Runs in several threads at once."""
-        left = found.binary.stat().st_size if found.binary.exists() else 0
-
-        def tick() -> None:
-            nonlocal left
-            self._read(min(CHUNK_BYTES, left))
-            left -= min(CHUNK_BYTES, left)
-
-        try:
-            verified = readback.verify(
-                found, durable.run_id, durable.lineage, bare_allowed=durable.imported, tick=tick
-            )
-        except Damaged as damage:
-            return [Problem(*where) for where in self._locate(found, damage)], damage.reason
-        except OSError as error:
-            return [Problem(self._name(found.binary), WHOLE, f"cannot be read: {error}")], ""
-        self._summaries[found.step] = checkpoint_requests.summary(verified)
-        promise = promised.get(found.step)
-        if promise is None:
-            return [], ""
-        for what, now, then in (
-            ("digest over its chunks", verified.binary_digest, promise.binary_digest),
-            ("SHA-256", verified.sha256, promise.sha256),
-        ):
-            if then and now != then:
-                reason = f"its {what} is {now}, the journal recorded {then}"
-                return [Problem(self._name(found.binary), WHOLE, reason)], reason
-        return [], ""
-
-    def _locate(self, found: Found, damage: Damaged) -> Iterator[tuple[str, str, str]]:
-        """File, place and reason of every damage in a checkpoint that is known to have one."""
-        binary, manifest = self._name(found.binary), found.manifest
-        if manifest is None:
-            yield self._name(found.binary.with_suffix(checkpoints.MANIFEST)), WHOLE, "missing"
-            return
-        if damage.reason.startswith(manifest.name):
-            reason = damage.reason.removeprefix(f"{manifest.name}: ")
-            size = manifest.stat().st_size if manifest.exists() else 0
-            yield self._name(manifest), f"bytes 0 to {size}", reason
-            return
-        try:
-            places = list(_damaged_places(found))
-        except (OSError, ContractError):
-            places = []  # they have changed since; the reason says what was wrong before
-        for place in places:
-            yield binary, place, "differs from its manifest"
-        if not places:
-            yield binary, WHOLE, damage.reason.removeprefix(f"{found.binary.name}: ")
 
     # --- the small files ---
 
@@ -493,72 +448,3 @@ def _is_sample(row: object) -> bool:
         return False
     kinds: dict[str, type] = {"step": int, "prompt": str, "text": str}
     return all(isinstance(row.get(name), kind) for name, kind in kinds.items())
-
-
-# --- what the journal says of checkpoints ---------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """A checkpoint that the journal says is there; an empty digest is not on record."""
-
-    binary_digest: str
-    sha256: str = ""
-
-
-def promises(records: Iterable[ev.Record]) -> dict[int, Promise]:
-    """By step, what the records promise of checkpoints/. A later record of a step replaces an
-    earlier one: a step that was left behind may be reached again."""
-    promised: dict[int, Promise] = {}
-    for record in records:
-        match record:
-            case ev.CheckpointCommitted():
-                promised[record.step] = Promise(record.binary_digest)
-            case ev.CheckpointVerified():
-                digest = promised[record.step].binary_digest if record.step in promised else ""
-                promised[record.step] = Promise(digest, record.sha256)
-            case ev.CheckpointQuarantined():
-                promised.pop(record.step, None)
-            case ev.CheckpointsSuperseded() | ev.CheckpointsRemoved():
-                for step in record.steps:
-                    promised.pop(step, None)
-            case _:
-                pass
-    return promised
-
-
-def _damaged_places(found: Found) -> Iterator[str]:
-    """Where a `.bin` differs from its manifest: its length, its header, each of its chunks."""
-    assert found.manifest is not None
-    manifest = contract.parse_manifest(found.manifest.read_bytes(), found.manifest.name)
-    size = found.binary.stat().st_size if found.binary.exists() else 0
-    if size != manifest.size_bytes:
-        low, high = sorted((size, manifest.size_bytes))
-        word = "missing" if size < manifest.size_bytes else "too many"
-        yield f"bytes {low} to {high} are {word}"
-    if not size:
-        return
-    total = len(manifest.chunks)
-    with open_cold(found.binary) as file:
-        for number, expected in enumerate(manifest.chunks):
-            start = number * CHUNK_BYTES
-            stop = min(start + CHUNK_BYTES, manifest.size_bytes)
-            parts = readback.regions(start, stop, manifest.parameters)
-            place = f"chunk {number} of {total}, bytes {start} to {stop} ({parts})"
-            try:
-                data = os.pread(file.fileno(), stop - start, start)
-            except OSError as error:
-                yield f"{place}, which cannot be read ({error.strerror})"
-                continue
-            if sha256(data).hexdigest() == expected:
-                continue
-            header = data[:HEADER_BYTES] if number == 0 else b""
-            wrong = _differing_bytes(header, manifest)
-            yield f"{place}, header bytes {wrong}" if wrong else place
-
-
-def _differing_bytes(header: bytes, manifest: contract.Manifest) -> str:
-    expected = manifest.step.to_bytes(4, "little") + manifest.parameters.to_bytes(4, "little")
-    wrong = [str(n) for n, (a, b) in enumerate(zip(header, expected, strict=False)) if a != b]
-    return ", ".join(wrong)
-

@@ -135,9 +135,10 @@ def logs(run: str | None, lines: int, follow: bool, attempt: int | None, own: bo
 
     directory = find(run)
     path = directory / "supervisor.log" if own else _log_of(directory, attempt)
-    click.echo("".join(last_lines(path, lines)), nl=False)
+    end = path.stat().st_size  # what is written from here on is the follower's
+    click.echo("".join(last_lines(path, lines, end)), nl=False)
     if follow:
-        for text in follow_file(path):
+        for text in follow_file(path, end):
             click.echo(text, nl=False)
     return 0
 

@@ -93,7 +93,6 @@ class Life:
 
     def open(self, wish: str | None, request: str, from_scratch: bool) -> None:
         self._remember(ev.SupervisorStarted(self.word, 1, "host", "0"))
-        self.world.watcher.opened(self)
         opened = self.state.durable.open
         holders = self.world.holders(opened.nonce if opened is not None else "")
         self._feed(ev.Opened(self.world.now, self.word, holders, wish, request, from_scratch))

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supervisor import curriculum, projection
+from supervisor import bandit, curriculum, curriculum_state, mixture, projection
+from supervisor import policy as policies
 from supervisor.curriculum import (
     MAIN,
     WARM_UP,
@@ -445,7 +446,7 @@ def test_warm_up_serves_its_arms_only_and_ends_after_its_last_step() -> None:
     warm, state = run(state, 21)
     assert Counter(warm) == dict.fromkeys(SEVEN, 3)
     assert (state.phase, state.warm_up.steps, state.main.steps) == (MAIN, 21, 0)
-    assert all(item.credit == 0 for item in state.arms)
+    assert not any(state.credits)
     later, state = run(state, 16)
     assert len(set(later)) == 16
     assert (state.warm_up.pulls, state.main.pulls, state.main.steps) == (21, 16, 16)
@@ -454,7 +455,7 @@ def test_warm_up_serves_its_arms_only_and_ends_after_its_last_step() -> None:
 def test_credits_are_forgiven_when_the_active_arms_change() -> None:
     changing = policy(arm("a", 5), arm("b", 3), arm("c", 2), warmup_steps=1, warmup_arms=("a", "b"))
     _, state = run(curriculum.create(changing), 1)
-    assert [item.credit for item in state.arms] == [0, 0, 0]
+    assert state.credits == (0, 0, 0)
     assert "".join(run(state, 10)[0]) == "abcaabacba"
 
 
@@ -597,14 +598,44 @@ def test_a_state_between_draw_and_step_survives_too() -> None:
 
 def test_the_saved_form_is_plain_and_keyed_by_arm() -> None:
     _, state = run(curriculum.create(policy(arm("a", 3), arm("b", 1))), 1, loss=2.0)
+    untaught = {
+        "gain": 0.0,
+        "count": 0.0,
+        "value": 0.0,
+        "baseline": None,
+        "observed_step": 0,
+        "last_loss": None,
+        "gap_start": None,
+        "gate": 1.0,
+    }
+    source = {"fingerprint": None, "repetition": 0.0, "ceiling": 1.0, "pulls": 0, "targets": 0}
+    common = {
+        "window_steps": 0,
+        "window_nats": 0.0,
+        "window_targets": 0,
+        "learned": untaught,
+        "joined_step": None,
+        "resting": False,
+        "source": source,
+    }
+    a = {"pulls": 1, "targets": 1, "ema_loss": 2.0, "ema_reward": None}
+    b = {"pulls": 0, "targets": 0, "ema_loss": None, "ema_reward": None}
     assert curriculum.to_json(state) == {
         "format": 1,
         "kind": "static",
-        "phases": {"warm-up": {"pulls": 0, "steps": 0}, "main": {"pulls": 1, "steps": 1}},
-        "arms": {
-            "a": {"pulls": 1, "ema_loss": 2.0, "ema_reward": None, "credit": -250_000},
-            "b": {"pulls": 0, "ema_loss": None, "ema_reward": None, "credit": 250_000},
+        "seed": 0,
+        "phases": {
+            "warm-up": {"pulls": 0, "steps": 0, "runs": 0},
+            "main": {"pulls": 1, "steps": 1, "runs": 1},
         },
+        "run": {"arm": None, "left": 0},
+        "window_steps": 0,
+        "pool": {"scale": None, "ring": []},
+        "arms": {
+            "a": common | a | {"weight": 750_000, "share": 0.75, "credit": -250_000},
+            "b": common | b | {"weight": 250_000, "share": 0.25, "credit": 250_000},
+        },
+        "retired": [],
     }
 
 
@@ -650,7 +681,7 @@ def test_a_missing_arm_is_refused_by_name() -> None:
         ("extra", 1, r"unknown \[extra\]"),
         ("phases", [], r"phases: expected an object, got \[\]"),
         ("phases.polish", {}, r"phases: missing \[\], unknown \[polish\]"),
-        ("phases.main.steps", -1, r"phase main steps: expected a whole number of at least 0"),
+        ("phases.main.steps", -1, r"phases main steps: expected a whole number of at least 0"),
         ("phases.main.steps", True, r"got True"),
         ("phases.main.pulls", 99, r"the arms count 20 pulls, the phases 106"),
         ("phases.warm-up.steps", 8, r"8 warm-up and 13 main steps do not fit .*warmup_steps 7"),
@@ -711,14 +742,16 @@ def test_counters_agree_at_every_step(steps: int) -> None:
     assert pulls == steps == state.warm_up.pulls + state.main.pulls
     assert state.warm_up.steps == min(steps, 7)
     assert sum(state.weights) == SHARE_UNITS
-    assert sum(item.credit for item in state.arms) == 0
+    assert sum(state.credits) == 0
     assert replace(state) == state
 
 
 # --- purity ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [curriculum, projection])
+@pytest.mark.parametrize(
+    "module", [curriculum, curriculum_state, mixture, policies, bandit, projection]
+)
 def test_decisions_reach_for_nothing_outside(module: object) -> None:
     source = Path(str(module.__file__)).read_text()  # type: ignore[attr-defined]
     imported = set()
@@ -727,5 +760,5 @@ def test_decisions_reach_for_nothing_outside(module: object) -> None:
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add((node.module or "").split(".")[0])
-    allowed = {"__future__", "bisect", "collections", "dataclasses", "decimal", "math", "typing"}
-    assert imported <= allowed | {"supervisor"}
+    allowed = {"__future__", "bisect", "collections", "dataclasses", "decimal", "hashlib"}
+    assert imported <= allowed | {"math", "typing"} | {"supervisor"}

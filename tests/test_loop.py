@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from supervisor import config, contract, curriculum
 from supervisor.contract import AuditLine, Entry, EnvironmentLine, EvaluationLine, Manifest
+from supervisor.link import Link
 from trainer import checkpoint, corpus, data, device, generate, loop, recipe
 from trainer.checkpoint import CheckpointDamaged, CheckpointNotWritten, StateMismatch
 from trainer.device import GeneratorError
@@ -419,6 +420,17 @@ def test_a_run_at_its_target_is_finished_without_an_update(homes: Callable[[], P
     second = kit.live(ours, attempt=2)
     assert (second.why, second.entries, kit.audits_of(second)) == (loop.FINISHED, [], [])
     assert kit.identities_of(first.loop.directory) == before
+
+
+def test_a_resumed_checkpoint_is_not_announced_as_a_new_one(
+    homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = kit.settings_of(homes())
+    kit.live(ours, script={8: kit.term})
+    announced: list[int] = []
+    monkeypatch.setattr(Link, "saved", lambda self, step, *_: announced.append(step))
+    kit.live(ours, attempt=2)
+    assert announced == [12]
 
 
 def test_the_target_is_a_boundary_of_the_cadence(homes: Callable[[], Path]) -> None:

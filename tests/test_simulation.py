@@ -60,10 +60,7 @@ class Checks:
         self.last: State = State()
         self._instant = (0.0, 0)
 
-    # --- a life begins and ends ---
-
-    def opened(self, life: Life) -> None:
-        assert life.state.durable == fold([*self._journalled(), *parsed(life.records)])
+    # --- a life ends ---
 
     def closed(self, life: Life) -> None:
         """Replay is live: what is on the disk and what was on its way there is the state."""

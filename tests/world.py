@@ -39,8 +39,6 @@ RUN_ID: Final = "0f3a"
 class Watcher(Protocol):
     """Who looks at everything. Each raises AssertionError for what must not be."""
 
-    def opened(self, life: Life) -> None: ...
-
     def decided(
         self, life: Life, before: State, event: ev.Event, effects: list[ev.Effect]
     ) -> None: ...
@@ -283,7 +281,8 @@ class Trainer:
         due = stop or cadence or bool(requests) or self.usr1s > 0
         if due and not (self.useless and (cadence or stop)):
             named = (*requests, *((f"stop-{self.attempt}",) if self.stop_wanted else ()))
-            reason = "sigterm" if self.terms else "operator" if named else "cadence"
+            signalled = "sigusr1" if self.usr1s else "cadence"
+            reason = "sigterm" if self.terms else "operator" if named else signalled
             self.usr1s = 0
             self._then(
                 self.world.rng.uniform(0.1, 3.0), lambda: self._save(reason, named, stop, final)

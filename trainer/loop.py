@@ -263,18 +263,17 @@ class Loop:
     # --- audit and evaluation ---------------------------------------------------------------------
 
     def _audit(self, final: bool) -> None:
-        """Evaluation, then samples, where due and not done; given up when a stop is wanted."""
+        """Evaluation, then samples, where due and not done. Each gives up when a stop is wanted."""
         evaluating = self._is_due(self.settings.evaluation.every, EVALUATED, final)
         sampling = self._is_due(self.settings.samples.every, AUDITED, final)
-        if not (evaluating or sampling) or self.link.stop_wanted():
-            return
         if evaluating:
             self.link.phase("evaluate")
             self._evaluate()
         if sampling:
             self.link.phase("sample")
             self._sample()
-        self.link.phase("step")
+        if evaluating or sampling:
+            self.link.phase("step")
 
     def _is_due(self, every: int | None, name: str, final: bool) -> bool:
         step = self.step

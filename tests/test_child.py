@@ -1,0 +1,341 @@
+"""A process of our own: started, proven, signalled, and told apart from everybody else's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs_kit import kill, wait_for_end, wait_until
+
+from supervisor import attendant, child, contract
+from supervisor import events as ev
+from supervisor.attendant import Attendant
+from supervisor.log import Log
+from supervisor.rundir import RunDirectory, take_trainer_lock
+
+NONCE = "0123456789abcdef"
+WAITS = "import signal; print('up', flush=True); signal.pause()"
+DEAF = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    made = RunDirectory(tmp_path / "run", "run")
+    made.create()
+    return made
+
+
+@contextlib.contextmanager
+def spawned(
+    directory: RunDirectory, *command: str, nonce: str = NONCE, home: Path | None = None
+) -> Iterator[child.Child]:
+    """A trainer of attempt 1, ended and reaped at the end."""
+    lock_fd = take_trainer_lock(directory)
+    assert lock_fd is not None
+    made = child.spawn(
+        command,
+        environment={**os.environ, contract.ENV_NONCE: nonce},
+        home=home or directory.path,
+        log_path=directory.log(1),
+        lock_fd=lock_fd,
+    )
+    os.close(lock_fd)
+    try:
+        yield made
+    finally:
+        made.send(signal.SIGKILL)
+        assert made.process is not None
+        made.process.wait()
+        made.close()
+
+
+def python(code: str) -> tuple[str, ...]:
+    return sys.executable, "-c", code
+
+
+def wait_for_output(directory: RunDirectory, text: str) -> None:
+    wait_until(lambda: text in directory.log(1).read_text(), f"{text!r} in the log")
+
+
+def is_dead(made: child.Child) -> bool:
+    return wait_until(made.poll, "its end")
+
+
+# --- spawn ----------------------------------------------------------------------------------------
+
+
+def test_a_trainer_leads_a_session_of_its_own_and_holds_the_lock(directory: RunDirectory) -> None:
+    with spawned(directory, *python(WAITS)) as made:
+        wait_for_output(directory, "up")
+        assert os.getsid(made.pid) == made.pid
+        assert take_trainer_lock(directory) is None
+        (holder,) = child.holders(directory.trainer_lock, NONCE)
+        assert (holder.pid, holder.ours, holder.leader) == (made.pid, True, True)
+        assert "signal.pause" in holder.command
+        assert child.start_ticks(made.pid) == made.start_ticks
+        assert not made.poll()
+    assert child.holders(directory.trainer_lock, NONCE) == ()
+
+
+def test_a_request_that_comes_too_early_cannot_kill(directory: RunDirectory) -> None:
+    # From the first instruction on: SIGUSR1 is ignored before the program itself begins.
+    with spawned(directory, *python(WAITS)) as made:
+        wait_for_output(directory, "up")
+        assert not child.handles_signal(made.pid, signal.SIGUSR1)
+        assert made.send(signal.SIGUSR1)
+        assert made.send(signal.SIGUSR1)
+        assert not made.poll()
+
+
+def test_a_handler_is_seen(directory: RunDirectory) -> None:
+    code = "import signal; signal.signal(10, print); print('up', flush=True); signal.pause()"
+    with spawned(directory, *python(code)) as made:
+        wait_for_output(directory, "up")
+        assert child.handles_signal(made.pid, signal.SIGUSR1)
+        assert not child.handles_signal(made.pid, signal.SIGTERM)
+    assert not child.handles_signal(made.pid, signal.SIGUSR1)
+
+
+def test_the_command_is_arguments_and_never_text_for_a_shell(
+    directory: RunDirectory, tmp_path: Path
+) -> None:
+    odd = f"$(touch {tmp_path / 'made'}); ' \" `x` \\"
+    with spawned(directory, *python("import sys; print(sys.argv[1])"), odd) as made:
+        assert is_dead(made)
+    assert directory.log(1).read_text() == odd + "\n"
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_log_is_appended_to(directory: RunDirectory) -> None:
+    directory.log(1).write_text("before\n")
+    with spawned(directory, *python("print('after')")) as made:
+        assert is_dead(made)
+    assert directory.log(1).read_text() == "before\nafter\n"
+
+
+def test_it_runs_where_the_operator_stood(directory: RunDirectory, tmp_path: Path) -> None:
+    code = "import os; print(os.getcwd())"
+    with spawned(directory, *python(code), home=tmp_path) as made:
+        assert is_dead(made)
+    assert directory.log(1).read_text() == f"{tmp_path}\n"
+
+
+def test_how_it_ended(directory: RunDirectory) -> None:
+    with spawned(directory, *python("raise SystemExit(7)")) as made:
+        assert made.status() == (None, None)
+        assert is_dead(made)
+        assert made.status() == (7, None)
+        assert not made.send(signal.SIGTERM)
+    with spawned(directory, *python(WAITS)) as made:
+        made.send(signal.SIGKILL)
+        assert is_dead(made)
+        assert made.status() == (None, signal.SIGKILL)
+
+
+def test_a_zombie_counts_as_gone() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    wait_for_end(process.pid)
+    assert child.start_ticks(process.pid) is None
+    process.wait()
+    assert child.start_ticks(process.pid) is None
+
+
+# --- identity -------------------------------------------------------------------------------------
+
+
+def record_of(made: child.Child) -> ev.AttemptSpawned:
+    return ev.AttemptSpawned(1, made.pid, made.start_ticks, child.boot_id())
+
+
+def test_a_trainer_is_adopted_by_its_identity(directory: RunDirectory) -> None:
+    with spawned(directory, *python(WAITS)) as made:
+        lock = directory.trainer_lock
+        for main in (record_of(made), None):
+            adopted = child.adopt(made.pid, lock, NONCE, main)
+            assert adopted is not None
+            assert (adopted.pid, adopted.start_ticks) == (made.pid, made.start_ticks)
+            assert not adopted.poll()
+            adopted.close()
+        assert child.adopt(made.pid, lock, "another nonce") is None
+        assert child.adopt(made.pid, lock, "") is None
+        assert child.adopt(os.getpid(), lock, NONCE) is None
+        for wrong in (
+            ev.AttemptSpawned(1, made.pid + 1, made.start_ticks, child.boot_id()),
+            ev.AttemptSpawned(1, made.pid, made.start_ticks + 1, child.boot_id()),
+            ev.AttemptSpawned(1, made.pid, made.start_ticks, "another boot"),
+        ):
+            assert child.adopt(made.pid, lock, NONCE, wrong) is None
+    assert child.adopt(made.pid, lock, NONCE) is None
+
+
+def test_an_adopted_one_ends_without_a_status(directory: RunDirectory) -> None:
+    with spawned(directory, *python(WAITS)) as made:
+        adopted = child.adopt(made.pid, directory.trainer_lock, NONCE)
+        assert adopted is not None
+        assert adopted.send(signal.SIGTERM)
+        assert is_dead(adopted)
+        assert adopted.status() == (None, None)
+        adopted.close()
+        adopted.close()
+
+
+def test_fc79_only_what_is_proven_ours_is_signalled(directory: RunDirectory) -> None:
+    """Killing a tree by its names reached processes that had nothing to do with it
+    (NVIDIA/TensorRT-LLM PR 16404)."""
+    lock = directory.trainer_lock
+    with spawned(directory, *python(WAITS)) as made:
+        decoys = []
+        for variables in ({}, {contract.ENV_NONCE: "another nonce"}):
+            with open(lock, "rb") as file:
+                decoys.append(
+                    subprocess.Popen(
+                        python(WAITS),
+                        pass_fds=(file.fileno(),),
+                        env=os.environ | variables,
+                        stdout=subprocess.DEVNULL,
+                    )
+                )
+        wait_until(lambda: len(child.holders(lock, NONCE)) == 3, "three holders")
+        ours = {holder.pid for holder in child.holders(lock, NONCE) if holder.ours}
+        assert ours == {made.pid}
+        left = child.kill_proven(lock, NONCE, signal.SIGKILL)
+        assert set(left) == {made.pid, *(decoy.pid for decoy in decoys)}
+        assert is_dead(made)
+        assert child.kill_proven(lock, "", signal.SIGKILL) == left[1:] or True
+        assert [decoy.poll() for decoy in decoys] == [None, None]
+        for decoy in decoys:
+            decoy.kill()
+            decoy.wait()
+
+
+def test_a_lock_that_is_not_there_has_no_holders(tmp_path: Path) -> None:
+    assert child.holders(tmp_path / "nothing", NONCE) == ()
+
+
+# --- the death of an attempt ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def attending(directory: RunDirectory) -> Iterator[Attendant]:
+    made = Attendant(directory, Log(directory.supervisor_log))
+    yield made
+    made.close()
+
+
+def begin(attending: Attendant, directory: RunDirectory, *command: str) -> ev.Spawned:
+    effect = ev.Spawn(1, NONCE, 0, 1)
+    started = attending.spawn(effect, command, os.environ, directory.path)
+    assert isinstance(started, ev.Spawned)
+    return started
+
+
+def stray_code(code: str) -> str:
+    """A trainer that leaves a process of another session behind and ends."""
+    return (
+        "import os, subprocess, sys\n"
+        f"fd = int(os.environ[{contract.ENV_LOCK_FD!r}])\n"
+        f"stray = subprocess.Popen([sys.executable, '-c', {code!r}], stdout=subprocess.PIPE,\n"
+        "    pass_fds=(fd,), start_new_session=True, env={**os.environ, **ENV})\n"
+        "stray.stdout.readline()\n"
+        "print(stray.pid, flush=True)\n"
+        "os._exit(0)\n"
+    )
+
+
+def test_a_death_is_complete_when_nobody_holds_the_lock(
+    directory: RunDirectory, attending: Attendant
+) -> None:
+    code = "ENV = {}\n" + stray_code(DEAF)
+    begin(attending, directory, *python(code))
+    wait_until(attending.died, "its death")
+    assert not attending.died(), "a death is told once"
+    assert not attending.alive
+    stray = int(directory.log(1).read_text())
+    attending.begin_reaping(now=100.0)
+    # It is asked first, and it is deaf.
+    assert attending.end_of_tree(100.1) is None
+    assert child.start_ticks(stray) is not None
+    assert attending.end_of_tree(100.2) is None
+    assert attending.end_of_tree(100.1 + attendant.TERM_SECONDS) is None
+    wait_for_end(stray)
+    assert attending.end_of_tree(100.5 + attendant.TERM_SECONDS) == ()
+    assert attending.bury() == (0, None)
+    assert attending.last_words(1) == str(stray)
+
+
+def test_a_process_that_is_not_proven_ours_is_named_after_a_bounded_time(
+    directory: RunDirectory, attending: Attendant
+) -> None:
+    code = f"ENV = {{{contract.ENV_NONCE!r}: 'another'}}\n" + stray_code(WAITS)
+    begin(attending, directory, *python(code))
+    wait_until(attending.died, "its death")
+    stray = int(directory.log(1).read_text())
+    attending.begin_reaping(now=100.0)
+    assert attending.end_of_tree(100.1) is None
+    assert attending.end_of_tree(100.1 + attendant.TERM_SECONDS) is None
+    assert attending.end_of_tree(101.0 + attendant.LIMIT_SECONDS) == (stray,)
+    assert child.start_ticks(stray) is not None
+    refused = attending.spawn(ev.Spawn(2, NONCE, 0, 1), python(WAITS), os.environ, directory.path)
+    assert isinstance(refused, ev.SpawnFailed)
+    assert refused.why == "trainer.lock is still held"
+    kill(stray)
+    wait_for_end(stray)
+
+
+def test_the_environment_of_an_attempt(directory: RunDirectory, attending: Attendant) -> None:
+    code = "import os; print({k: v for k, v in os.environ.items() if k.startswith('SUPERVISOR_')})"
+    effect = ev.Spawn(3, NONCE, 40, 2)
+    attending.spawn(effect, python(code), {"PATH": os.environ["PATH"]}, directory.path)
+    wait_until(attending.died, "its end")
+    told = directory.log(3).read_text()
+    for name, value in (
+        (contract.ENV_ATTEMPT, "3"),
+        (contract.ENV_NONCE, NONCE),
+        (contract.ENV_EPOCH, "2"),
+        (contract.ENV_RESUME_STEP, "40"),
+        (contract.ENV_RUN_DIRECTORY, str(directory.path)),
+    ):
+        assert f"'{name}': '{value}'" in told
+    assert attending.bury() == (0, None)
+
+
+def test_a_signal_without_a_handler_is_not_sent(
+    directory: RunDirectory, attending: Attendant
+) -> None:
+    begin(attending, directory, *python(WAITS))
+    wait_for_output(directory, "up")
+    attending.signal("USR1")
+    assert "SIGUSR1 not sent" in directory.supervisor_log.read_text()
+    attending.signal("TERM")
+    wait_until(attending.died, "its end")
+    assert attending.bury() == (None, signal.SIGTERM)
+    attending.signal("TERM")  # nobody is there, and nothing happens
+
+
+def test_a_kill_reaches_everything_that_is_proven_ours(
+    directory: RunDirectory, attending: Attendant
+) -> None:
+    keeps = "ENV = {}\n" + stray_code(DEAF).replace("os._exit(0)", "stray.wait()")
+    begin(attending, directory, *python(keeps))
+    wait_until(lambda: directory.log(1).exists() and directory.log(1).read_text(), "the stray")
+    stray = int(directory.log(1).read_text())
+    attending.kill()
+    wait_for_end(stray)
+    wait_until(attending.died, "its end")
+    assert attending.bury() == (None, signal.SIGKILL)
+
+
+def test_last_words_are_the_last_line_that_says_something(
+    directory: RunDirectory, attending: Attendant
+) -> None:
+    assert attending.last_words(1) == ""
+    directory.log(1).write_bytes(b"first\nlast \xff word\n\n  \n")
+    assert attending.last_words(1) == "last � word"
+    directory.log(1).write_text("x" * 5000)
+    assert attending.last_words(1) == "x" * attendant.LAST_WORDS_CHARACTERS
