@@ -31,10 +31,11 @@ from supervisor.state import Durable
 
 DIGESTS_FILE: Final = "digests.json"
 PIVOT_FILE: Final = "pivot.json"
+ARCHIVE_PREFIX: Final = "pivot-"
 
 
 def archive_name(epoch: int, base_step: int) -> str:
-    return f"pivot-{epoch:04d}-{contract.checkpoint_stem(base_step)}"
+    return f"{ARCHIVE_PREFIX}{epoch:04d}-{contract.checkpoint_stem(base_step)}"
 
 
 def policy_name(epoch: int) -> str:
@@ -87,7 +88,8 @@ def sweep(directory: RunDirectory, archives: Iterable[str], epochs: int) -> None
     """Removes every archive and policy that no committed pivot speaks of."""
     known = set(archives)
     for path in (directory.path / contract.ARCHIVE).iterdir():
-        if path.name not in known:
+        ours = path.name.startswith((ARCHIVE_PREFIX, contract.TEMPORARY_PREFIX))
+        if ours and path.name not in known:
             _remove(path)
     for path in directory.policies.iterdir():
         number = path.name.split(".")[0]

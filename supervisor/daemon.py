@@ -399,7 +399,7 @@ class Daemon:
     def _perform(self, effect: ev.Effect) -> None:
         match effect:
             case ev.Merge():
-                self.recorder.merge_leftovers()
+                self.recorder.merge_leftovers(self.state.durable.begun)
                 self._merging = True
                 self._inbox.append(ev.Ticked(time.monotonic()))
             case ev.Select():
@@ -445,22 +445,31 @@ class Daemon:
         return {**result, "path": str(path.resolve())}
 
     def _retain(self, newest_verified: int) -> None:
+        durable = self.state.durable
+        pins = set(durable.pins)
+        if durable.pivot is not None and durable.pivot.to_step is not None:
+            pins.add(durable.pivot.to_step)
         self.housekeeper.retain(
             self.options.keep_last,
             self.options.keep_every,
-            self.state.durable.pins,
-            self.state.durable.verified | {newest_verified},
+            pins,
+            durable.verified | {newest_verified},
         )
 
     # --- the files of a pivot ---
 
     def _archive(self, effect: ev.Archive) -> None:
         new_epoch = len(self.state.durable.epochs) + 1
+        sidecars = self.recorder.take_files()  # the selection has just brought one up to date
 
         def job() -> str:
+            for path, content in sidecars.items():
+                replace_file(path, content)
             return archive.write_archive(self.directory, self.ledger, effect, new_epoch)
 
         def done(outcome: Outcome) -> None:
+            if outcome.error is not None:
+                self.recorder.give_back(None, sidecars)
             problem = f"the archive could not be written: {outcome.error}" if outcome.error else ""
             name = outcome.result or ""
             self._inbox.append(ev.Archived(time.monotonic(), effect.base_step, name, problem))

@@ -40,7 +40,7 @@ def _opened(turn: Turn, event: ev.Event) -> None:
         turn.append(ev.Wished(event.wish, event.request))
     wish = turn.state.durable.wish
     answered = any(reply.id == event.request for reply in turn.state.durable.replies)
-    if wish == "stop" and event.request and not answered:
+    if wish == "stop" and event.request and not answered and event.pivot is None:
         turn.set(stop_ids=(event.request,))
     pivoting.forget_unfinished(turn)
     turn.do(ev.Sweep(), ev.Regenerate())
@@ -51,14 +51,12 @@ def _opened(turn: Turn, event: ev.Event) -> None:
         moves.end(
             turn, "stuck", f"trainer.lock is held by process {named}, which is not provably ours"
         )
-    elif ours:
-        _adopt(turn, ours[0].pid, wish)
-        if event.pivot is not None:
-            pivoting.ask(turn, ev.Asked(turn.now, event.request, "pivot", content=event.pivot))
     elif event.pivot is not None and not pivoting.begin_unsupervised(
-        turn, event.request, event.pivot
+        turn, event.request, event.pivot, ours[0].pid if ours else None
     ):
         return
+    elif ours:
+        _adopt(turn, ours[0].pid, wish)
     elif turn.state.durable.open is not None:
         # Its main process is dead; what else of it still holds the lock is ended by the reaping.
         turn.set(phase="backoff", stage="reaping")
@@ -82,14 +80,12 @@ def _adopt(turn: Turn, pid: int, wish: str) -> None:
 
 def _merged(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Merged)
-    base = turn.state.durable.base
-    history_step = event.step if base is None else min(event.step, base)
-    turn.set(history_step=history_step, step=history_step)
+    turn.set(history_step=event.step, step=event.step)
     if moves.stop_wanted(turn):
         moves.end(turn, "stopped", "stopped as asked")
         return
     turn.set(stage="selecting")
-    turn.do(ev.Select(ceiling=pivoting.ceiling(turn, history_step)))
+    turn.do(ev.Select(ceiling=pivoting.ceiling(turn)))
 
 
 def _selected(turn: Turn, event: ev.Event) -> None:
@@ -107,7 +103,7 @@ def _selected(turn: Turn, event: ev.Event) -> None:
         return
     durable = turn.state.durable
     if turn.state.alone:
-        moves.end(turn, "stopped", "not pivoted")
+        moves.end(turn, durable.outcome or "stopped", "not pivoted")
     elif event.step is not None and event.step >= durable.target_step:
         turn.append(ev.RunFinished(event.step))
         moves.end(turn, "finished", f"reached step {event.step}")
@@ -132,7 +128,9 @@ def _cleared(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Cleared)
     if event.superseded:
         turn.append(ev.CheckpointsSuperseded(event.base_step, list(event.superseded)))
-    if moves.stop_wanted(turn):
+    if turn.state.alone:
+        moves.end(turn, "stopped", "pivoted; `supervisor start` trains under the new policy")
+    elif moves.stop_wanted(turn):
         moves.end(turn, "stopped", "stopped as asked")
     else:
         moves.spawn(turn, event.base_step)
@@ -167,7 +165,7 @@ def _heard(turn: Turn, event: ev.Event) -> None:
     content = event.content
     if turn.state.phase == "starting" and turn.state.stage != "loading":
         return  # late news of the attempt before; what it saved is found by the selection
-    turn.set(linked=True)
+    turn.set(linked=True, unlinked_until=None)
     match event.verb:
         case "hello":
             turn.set(step=max(turn.state.step, content["step"]))
@@ -183,6 +181,7 @@ def _heard(turn: Turn, event: ev.Event) -> None:
             turn.set(trainer_phase=content["phase"])
         case "step":
             turn.set(step=max(turn.state.step, content["step"]), trainer_phase="step")
+            pivoting.progressed(turn)
         case "seen":
             _seen(turn, content["id"])
         case "saved":
@@ -204,6 +203,8 @@ def _recorded(turn: Turn, event: ev.Event) -> None:
     if turn.state.phase == "starting" and turn.state.stage == "loading":
         moves.ready(turn)
         pivoting.ready(turn)
+    else:
+        pivoting.progressed(turn)
 
 
 def _seen(turn: Turn, id: str) -> None:
@@ -395,16 +396,8 @@ def _tick(turn: Turn, event: ev.Event) -> None:
             turn.set(why=f"no hello within {turn.rules.start_seconds:g} s of its start")
             moves.begin_kill(turn, "kill")
         case "running":
-            turn.do(ev.Signal("USR1"))
-            turn.set(
-                checkpoints=tuple(
-                    request
-                    if request.sent_at is None or request.seen
-                    else replace(request, sent_at=turn.now)
-                    for request in state.checkpoints
-                )
-            )
-            moves.rearm(turn)
+            moves.remind(turn)
+            pivoting.progressed(turn)
         case "stopping" if turn.now >= state.force_at:
             moves.kill(turn)
         case "stopping":
@@ -531,6 +524,7 @@ _TERMINAL_ROW: Final[dict[type, Handler]] = {
     ev.Ticked: _ignore,
     ev.Asked: _ended_already,
     ev.Heard: _ignore,
+    ev.Recorded: _ignore,
 }
 EVENTS: Final[tuple[type, ...]] = ev.Event.__args__
 TABLE: Final[dict[tuple[str, type], Handler]] = {

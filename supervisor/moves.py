@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from supervisor import events as ev
 from supervisor.contract import ExitCode, Json
-from supervisor.state import AT_ONCE, PERMANENT, UNPLANNED, Durable, Epoch, Turn
+from supervisor.state import AT_ONCE, PERMANENT, UNPLANNED, Epoch, Pending, Turn
 
 
 def start(turn: Turn) -> None:
@@ -29,7 +29,7 @@ def start(turn: Turn) -> None:
 
 def clear(turn: Turn, base_step: int) -> None:
     """The base is decided: nothing may stand above it when the trainer begins."""
-    turn.set(stage="clearing", base_step=base_step)
+    turn.set(stage="clearing")
     turn.do(ev.Clear(base_step))
 
 
@@ -47,6 +47,7 @@ def spawn(turn: Turn, resume_step: int) -> None:
         linked=False,
         trainer_pid=None,
         escalation="",
+        unlinked_until=None,
     )
     turn.do(ev.Spawn(attempt, nonce, resume_step, owner.number, until_step))
 
@@ -61,7 +62,9 @@ def ready(turn: Turn) -> None:
 
 
 def stop_wanted(turn: Turn) -> bool:
-    return turn.state.intent == "stop" or turn.state.durable.wish == "stop"
+    """A life for one pivot ends anyhow: it may come to a run whose operator wants it stopped."""
+    wished = turn.state.durable.wish == "stop" and not turn.state.alone
+    return wished or turn.state.intent == "stop"
 
 
 def begin_stop(turn: Turn, intent: str) -> None:
@@ -121,15 +124,41 @@ def forward_requests(turn: Turn, again: bool = False) -> None:
 
 
 def rearm(turn: Turn) -> None:
-    """In `running` the deadline is the moment the first unseen request falls back to a signal."""
-    if turn.state.phase != "running":
+    """In `running` the deadline is the moment that the first thing unseen falls back to a signal:
+    a request, or a pivot that no link could be told of."""
+    state = turn.state
+    if state.phase != "running":
         return
-    unseen = [
+    moments = [
         request.sent_at + turn.rules.signal_after_seconds
-        for request in turn.state.checkpoints
+        for request in state.checkpoints
         if request.sent_at is not None and not request.seen
     ]
-    turn.set(deadline=min(unseen, default=None))
+    if state.unlinked_until is not None:
+        moments.append(state.unlinked_until)
+    turn.set(deadline=min(moments, default=None))
+
+
+def remind(turn: Turn) -> None:
+    """A signal to a trainer that has not said that it saw a request in time; and again, later."""
+
+    def late(request: Pending) -> bool:
+        sent_at = request.sent_at
+        return (
+            sent_at is not None
+            and not request.seen
+            and turn.now >= sent_at + turn.rules.signal_after_seconds
+        )
+
+    waiting = turn.state.checkpoints
+    if any(late(request) for request in waiting):
+        turn.do(ev.Signal("USR1"))
+    turn.set(
+        checkpoints=tuple(
+            replace(request, sent_at=turn.now) if late(request) else request for request in waiting
+        )
+    )
+    rearm(turn)
 
 
 def refuse_checkpoints(turn: Turn, why: str) -> None:
@@ -180,12 +209,15 @@ def ended(
 
 
 def after(turn: Turn, cause: str, message: str) -> None:
+    pivot = turn.state.durable.pivot
+    # A rollback asks nothing of the trainer, so a trainer that dies is as good as one that leaves.
+    left = turn.state.alone or turn.state.intent == "pivot"
     if stop_wanted(turn):
         end(turn, "stopped", stop_reason(turn, cause))
-    elif turn.state.intent == "pivot":
-        turn.set(pivoting=turn.state.durable.pivot is not None)
+    elif pivot is not None and (left or pivot.to_step is not None):
+        turn.set(pivoting=True)
         start(turn)
-    elif turn.state.intent == "restart" or turn.state.restart_ids or cause in AT_ONCE:
+    elif turn.state.intent in ("restart", "pivot") or turn.state.restart_ids or cause in AT_ONCE:
         start(turn)
     elif cause in PERMANENT:
         fail(turn, f"{PERMANENT[cause]}: {message}" if message else PERMANENT[cause])
@@ -223,6 +255,14 @@ def back_off(turn: Turn) -> None:
 
 
 def fail(turn: Turn, reason: str) -> None:
+    durable = turn.state.durable
+    base_step = durable.epochs[-1].base_step
+    begun = durable.best_checkpoint != base_step
+    if durable.epoch > 1 and not begun and base_step in durable.on_disk:
+        reason += (
+            f"; no checkpoint of epoch {durable.epoch} is there yet:"
+            f" `supervisor rollback --to-step {base_step}` goes back to the policy before it"
+        )
     turn.append(ev.RunFailed(reason))
     end(turn, "failed", reason)
 
@@ -247,26 +287,27 @@ def abort_pivot(turn: Turn, why: str) -> None:
     assert pivot is not None
     turn.append(ev.PivotAborted(pivot.request, why))
     turn.answer(pivot.request, "pivot", "refused", why)
-    turn.set(pivot_ids=tuple(id for id in turn.state.pivot_ids if id != pivot.request))
+    waiting = tuple(id for id in turn.state.pivot_ids if id != pivot.request)
+    turn.set(pivot_ids=waiting, pivoting=False)
 
 
 def give_up_pivot(turn: Turn, why: str) -> None:
     """This life ends: a pivot that is not committed is aborted, one that is has its answer."""
-    for id in turn.state.pivot_ids:
-        answer_pivot(turn, id)
+    answer_pivots(turn, "" if turn.state.alone else why)
     if turn.state.durable.pivot is not None:
         abort_pivot(turn, why)
 
 
-def answer_pivot(turn: Turn, id: str) -> None:
-    durable = turn.state.durable
-    epoch = next((epoch for epoch in durable.epochs if epoch.request == id), None)
-    if epoch is not None:
-        turn.answer(id, "pivot", "done", **pivot_result(durable, epoch))
-        turn.set(pivot_ids=tuple(one for one in turn.state.pivot_ids if one != id))
+def answer_pivots(turn: Turn, why: str = "") -> None:
+    """Who waits for a pivot that is committed. `why`: what became of the run right after it."""
+    done = {epoch.request: epoch for epoch in turn.state.durable.epochs}
+    for id in turn.state.pivot_ids:
+        if id in done:
+            turn.answer(id, "pivot", "done", why, **pivot_result(done[id]))
+    turn.set(pivot_ids=tuple(id for id in turn.state.pivot_ids if id not in done))
 
 
-def pivot_result(durable: Durable, epoch: Epoch) -> Json:
+def pivot_result(epoch: Epoch) -> Json:
     return {
         "epoch": epoch.number,
         "base_step": epoch.base_step,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,7 @@ from supervisor.changes import Change
 from supervisor.config import Settings
 from supervisor.contract import Json
 from supervisor.journal import read
-from supervisor.state import Durable, fold
+from supervisor.state import Durable, Epoch, fold
 
 CHECK_SECONDS: Final = 600.0
 
@@ -49,25 +49,21 @@ def durable_of(directory: Path) -> Durable:
 
 
 def propose(
-    directory: Path,
-    policy_file: Path | None,
-    *,
-    at: str,
-    reason: str,
-    to_step: int | None,
-    environment: Mapping[str, str],
+    directory: Path, policy_file: Path | None, *, at: str, reason: str, to_step: int | None
 ) -> Proposal:
     """Checks everything that can be checked without touching the run.
 
-    `policy_file` None is for a rollback: the settings of the epoch that owned `to_step`. Raises
-    PolicyRefused or config.ConfigError.
+    `policy_file` None is for a rollback: the settings of the epoch that took `to_step`. Raises
+    PolicyRefused, config.ConfigError, or OSError where the file cannot be read.
     """
     durable = durable_of(directory)
-    parent = durable.owner(to_step)[0] if to_step is not None else durable.epochs[-1]
-    ruling = config.load(directory / contract.RUN_FILE)
-    base = _settings_of(parent.settings, ruling)
-    text = "" if policy_file is None else policy_file.read_text(encoding="utf-8")
-    settings = base if policy_file is None else _overlaid(base, policy_file, environment)
+    if to_step is not None and to_step not in durable.on_disk:
+        steps = sorted(durable.on_disk)
+        raise PolicyRefused(f"there is no checkpoint of step {to_step}; there are {steps}")
+    parent = durable.epochs[-1] if to_step is None else durable.owner(to_step - 1)[0]
+    ruling = _ruling(durable, directory)
+    base = _settings_of(parent, ruling)
+    text, settings = ("", base) if policy_file is None else _submitted(base, policy_file)
     changes = _checked(ruling, settings, policy_file)
     if to_step is None and not changes:
         raise PolicyRefused(f"{policy_file}: changes nothing; the run has this policy already")
@@ -86,17 +82,36 @@ def propose(
     return Proposal(content, changes, settings)
 
 
-def _settings_of(recorded: str, ruling: Settings) -> Settings:
-    """An epoch's settings with the operational ones of today; its own are as old as it is."""
+def epoch_of(durable: Durable, request: str) -> Epoch | None:
+    """The epoch that this request has begun."""
+    return next((epoch for epoch in durable.epochs if epoch.request == request), None)
+
+
+def _ruling(durable: Durable, directory: Path) -> Settings:
+    """As the journal has them: a crash may have left run.toml behind."""
+    recorded = durable.epochs[-1].settings
     if not recorded:
+        return config.load(directory / contract.RUN_FILE)
+    return config.parse_toml(recorded, str(directory / contract.JOURNAL_FILE))
+
+
+def _settings_of(epoch: Epoch, ruling: Settings) -> Settings:
+    """An epoch's settings with the operational ones of today; its own are as old as it is."""
+    if not epoch.settings:
         return ruling
-    old = config.parse_toml(recorded, "the journal")
+    old = config.parse_toml(epoch.settings, "the journal")
     return config.accept(old, config.compare(old, ruling).operational)
 
 
-def _overlaid(base: Settings, policy_file: Path, environment: Mapping[str, str]) -> Settings:
-    """The base under the policy file: its [policy] replaces the old one, other keys overlay."""
-    submitted = config.read_toml(policy_file)
+def _submitted(base: Settings, policy_file: Path) -> tuple[str, Settings]:
+    """The text of the file and the base under it: its [policy] replaces the old one, other keys
+    overlay. The file is read once, so that what was checked is what is sent."""
+    try:
+        text = policy_file.read_bytes().decode()
+        submitted = tomllib.loads(text)
+    except ValueError as error:
+        problem = config.Problem(str(policy_file), "the whole", None, f"TOML in UTF-8 ({error})")
+        raise config.ConfigError([problem]) from error
     allowed = {"policy", "training", "samples", "checkpoint", "evaluation"}
     unknown = sorted(submitted.keys() - allowed)
     if unknown:
@@ -112,7 +127,7 @@ def _overlaid(base: Settings, policy_file: Path, environment: Mapping[str, str])
     for section, table in submitted.items():
         replaced = section == "policy" or not isinstance(table, dict)
         tree[section] = table if replaced else {**tree[section], **table}
-    return config.parse(tree, str(policy_file))
+    return text, config.parse(tree, str(policy_file))
 
 
 def _checked(ruling: Settings, settings: Settings, policy_file: Path | None) -> list[Change]:

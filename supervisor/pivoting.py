@@ -9,7 +9,8 @@ Invariants:
 - PolicySwitched is the commit. Before it the old policy rules and an interrupted pivot is aborted;
   after it there is only forward.
 - A live pivot begins where the history ends: its base is the last recorded step, so it leaves no
-  step behind. Only a rollback, or a pivot of a run that is not running, may go back.
+  step behind. Only a rollback, or a pivot of a run that is not running, may go back. A trainer that
+  still executes recorded steps again is not stopped before it has caught up.
 - A step belongs to the epoch that first took it: a fallback below the base of an epoch runs up to
   that base under the parent epoch.
 """
@@ -21,15 +22,13 @@ from supervisor import moves
 from supervisor.contract import Json
 from supervisor.state import Turn
 
-LIVE = ("running", "starting", "backoff", "stopping")
-
 
 def ask(turn: Turn, event: ev.Asked) -> None:
     """A request to pivot. A second one before the commit replaces the first."""
     durable = turn.state.durable
     done = next((epoch for epoch in durable.epochs if epoch.request == event.id), None)
     if done is not None:
-        turn.answer(event.id, "pivot", "done", **moves.pivot_result(durable, done))
+        turn.answer(event.id, "pivot", "done", **moves.pivot_result(done))
         return
     refusal = _refusal(turn, event.content)
     if refusal:
@@ -38,24 +37,34 @@ def ask(turn: Turn, event: ev.Asked) -> None:
     if durable.pivot is not None:
         moves.abort_pivot(turn, f"replaced by request {event.id}")
     _intend(turn, event.id, event.content)
-    turn.set(pivot_ids=(event.id,))
     advance(turn)
 
 
-def begin_unsupervised(turn: Turn, id: str, content: Json) -> bool:
+def begin_unsupervised(turn: Turn, id: str, content: Json, living: int | None) -> bool:
     """The pivot of a run that nobody supervises: this life of the supervisor is for it alone.
-    False where it was refused, or done before; the answer is given."""
-    ask_done = next((e for e in turn.state.durable.epochs if e.request == id), None)
-    if ask_done is not None:
-        moves.end(turn, "stopped", f"this pivot was done before, as epoch {ask_done.number}")
-        return False
+    False where this life is over already: it was refused, or answered by an earlier one. `living`
+    is the process of a trainer that has outlived its supervisor."""
+    known = next((reply for reply in turn.state.durable.replies if reply.id == id), None)
+    done = next((epoch for epoch in turn.state.durable.epochs if epoch.request == id), None)
     refusal = _refusal(turn, content)
-    if refusal:
-        moves.end(turn, "stopped", f"not pivoted: {refusal[1]}")
-        return False
-    _intend(turn, id, content)
-    turn.set(pivot_ids=(id,), pivoting=True, alone=True)
-    return True
+    if living is not None:
+        why = f"the trainer (process {living}) lives; `supervisor start` takes it over, then pivot"
+        refusal = ("refused", why)
+    as_before = turn.state.durable.outcome or "stopped" if living is None else "stuck"
+    turn.set(alone=True)
+    if known is not None:
+        moves.end(turn, as_before, f"this pivot was answered before: {known.outcome}")
+    elif done is not None:
+        turn.answer(id, "pivot", "done", **moves.pivot_result(done))
+        moves.end(turn, as_before, f"this pivot was done before, as epoch {done.number}")
+    elif refusal is not None:
+        turn.answer(id, "pivot", *refusal)
+        moves.end(turn, as_before, f"not pivoted: {refusal[1]}")
+    else:
+        _intend(turn, id, content)
+        turn.set(pivoting=True)
+        return True
+    return False
 
 
 def _intend(turn: Turn, id: str, content: Json) -> None:
@@ -71,12 +80,13 @@ def _intend(turn: Turn, id: str, content: Json) -> None:
             reason=content["reason"],
         )
     )
+    turn.set(pivot_ids=(*turn.state.pivot_ids, id))
 
 
 def _refusal(turn: Turn, content: Json) -> tuple[str, str] | None:
     """(outcome, why) where this cannot be begun now."""
     durable = turn.state.durable
-    if turn.state.stage in ("archiving", "clearing") and durable.pivot is not None:
+    if wanted_here(turn) and turn.state.stage in ("selecting", "archiving"):
         return "busy", "another pivot is being committed"
     if content["epoch"] != durable.epoch:
         return "refused", (
@@ -90,22 +100,46 @@ def _refusal(turn: Turn, content: Json) -> tuple[str, str] | None:
 
 
 def advance(turn: Turn) -> None:
-    """Takes the next step towards a pivot that is wanted, if the trainer can take one now."""
-    pivot = turn.state.durable.pivot
+    """Takes the next step towards a pivot that is wanted, where one can be taken now."""
+    state, pivot = turn.state, turn.state.durable.pivot
     if pivot is None:
         return
-    if turn.state.phase == "backoff" and turn.state.stage != "reaping":
+    back = pivot.to_step is not None
+    if state.phase == "backoff" and state.stage != "reaping":
+        turn.set(pivoting=back)
         moves.start(turn)
-    elif turn.state.phase != "running":
-        return
-    elif pivot.at == "boundary" and turn.state.linked:
-        turn.do(ev.Send("pause", {"id": pivot.request}))
-    elif turn.state.linked:
+    elif back and (state.phase == "running" or state.stage == "loading"):
         moves.begin_stop(turn, "pivot")
+    elif state.phase != "running":
+        return
+    elif pivot.at == "boundary" and state.linked:
+        turn.do(ev.Send("pause", {"id": pivot.request}))
     else:
-        # A trainer that knows only signals: a checkpoint first, so that a save that fails on
-        # SIGTERM costs little; the base is whatever SIGTERM writes.
+        _stop_here(turn)
+
+
+def progressed(turn: Turn) -> None:
+    """A step is on record, or a moment has passed: a stop may have waited for either."""
+    pivot = turn.state.durable.pivot
+    paused_by_message = pivot is not None and pivot.at == "boundary" and turn.state.linked
+    if turn.state.phase == "running" and not paused_by_message:
+        advance(turn)
+
+
+def _stop_here(turn: Turn) -> None:
+    """At the next step instead of the next boundary. A trainer without a link is one that knows
+    only signals, or one that we cannot hear yet. Until that is clear it is asked for a checkpoint,
+    so that a save that fails on SIGTERM costs little."""
+    state = turn.state
+    if state.step < state.history_step:
+        return
+    if state.linked:
+        moves.begin_stop(turn, "pivot")
+    elif state.unlinked_until is None:
         turn.do(ev.Signal("USR1"))
+        turn.set(unlinked_until=turn.now + turn.rules.signal_after_seconds)
+        moves.rearm(turn)
+    elif turn.now >= state.unlinked_until:
         moves.begin_stop(turn, "pivot")
 
 
@@ -114,9 +148,11 @@ def paused(turn: Turn, content: Json) -> None:
     pivot = turn.state.durable.pivot
     if pivot is None or pivot.request != content["id"] or turn.state.phase != "running":
         turn.do(ev.Send("resume"))
-        return
-    moves.begin_stop(turn, "pivot")
-    turn.do(ev.Send("exit"))
+    elif content["step"] < turn.state.history_step:
+        turn.do(ev.Send("resume"), ev.Send("pause", {"id": pivot.request}))
+    else:
+        moves.begin_stop(turn, "pivot")
+        turn.do(ev.Send("exit"))
 
 
 def wanted_here(turn: Turn) -> bool:
@@ -124,31 +160,44 @@ def wanted_here(turn: Turn) -> bool:
     return turn.state.pivoting and turn.state.durable.pivot is not None
 
 
-def ceiling(turn: Turn, history_step: int) -> int:
+def ceiling(turn: Turn) -> int:
     pivot = turn.state.durable.pivot
     if wanted_here(turn) and pivot is not None and pivot.to_step is not None:
         return pivot.to_step
-    return history_step
+    return turn.state.history_step
 
 
 def selected(turn: Turn, step: int | None) -> bool:
-    """Whether the pivot goes on from the selected base. If not, the run goes on without it."""
-    pivot = turn.state.durable.pivot
+    """Whether the selection was the pivot's alone. If not, it is where the run goes on from."""
+    pivot, history_step = turn.state.durable.pivot, turn.state.history_step
     assert pivot is not None
+    if pivot.to_step is not None and not pivot.to_step == step <= history_step:
+        left = pivot.to_step > history_step
+        why = f"is on a branch that ended at step {history_step}" if left else "is not valid"
+        moves.abort_pivot(turn, f"the checkpoint of step {pivot.to_step} {why}")
+        moves.start(turn)  # this selection looked at nothing newer
+        return True
     if step is None:
         moves.abort_pivot(turn, "there is no valid checkpoint to begin the new policy from")
-    elif pivot.to_step is not None and step != pivot.to_step:
-        moves.abort_pivot(turn, f"the checkpoint of step {pivot.to_step} is not valid")
-    elif pivot.to_step is None and not turn.state.alone and step != turn.state.history_step:
-        # The trainer did not end where it said. The wish stays; the next boundary is tried.
-        turn.set(pivoting=False)
-        return False
-    else:
+    elif pivot.to_step is not None or turn.state.alone or step == history_step:
         turn.set(stage="archiving")
         turn.do(ev.Archive(turn.state.durable.epoch, step, pivot))
         return True
+    elif pivot.at == "now" or _killed(turn):
+        moves.abort_pivot(
+            turn,
+            f"the trainer ended at step {history_step} without saving it; step {step} is the newest"
+            " valid checkpoint",
+        )
+    # Else the wish stays, and the next boundary is tried.
     turn.set(pivoting=False)
     return False
+
+
+def _killed(turn: Turn) -> bool:
+    """Whether the trainer had to be killed: it would have to be again."""
+    last = turn.state.durable.last_exit
+    return last is not None and last.cause == "killed"
 
 
 def archived(turn: Turn, event: ev.Event) -> None:
@@ -158,7 +207,7 @@ def archived(turn: Turn, event: ev.Event) -> None:
     assert pivot is not None
     if event.problem:
         moves.abort_pivot(turn, event.problem)
-        turn.set(pivoting=False)
+        turn.do(ev.Sweep())
         moves.start(turn)
         return
     turn.append(
@@ -176,18 +225,12 @@ def archived(turn: Turn, event: ev.Event) -> None:
     )
     turn.do(ev.Regenerate())
     turn.set(pivoting=False)
-    if turn.state.alone:
-        for id in turn.state.pivot_ids:
-            moves.answer_pivot(turn, id)
-        moves.end(turn, "stopped", "pivoted; `supervisor start` trains under the new policy")
-    else:
-        moves.clear(turn, event.base_step)
+    moves.clear(turn, event.base_step)
 
 
 def ready(turn: Turn) -> None:
     """A new trainer is ready: what waited for it is answered, what is still wanted goes on."""
-    for id in turn.state.pivot_ids:
-        moves.answer_pivot(turn, id)
+    moves.answer_pivots(turn)
     advance(turn)
 
 

@@ -98,19 +98,14 @@ def _pivot(
     from supervisor.config import ConfigError
 
     directory = find(run).resolve()
+    if request_id is not None and _show_done(directory, request_id, as_json):
+        return 0
     try:
-        proposal = checking.propose(
-            directory,
-            policy_file,
-            at=at,
-            reason=reason,
-            to_step=to_step,
-            environment=os.environ,
-        )
+        proposal = checking.propose(directory, policy_file, at=at, reason=reason, to_step=to_step)
     except (ConfigError, checking.PolicyRefused) as refusal:
         return complain(str(refusal), ExitCode.USAGE)
     except OSError as error:
-        return complain(f"{policy_file}: {error.strerror}", ExitCode.USAGE)
+        return complain(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
     for change in proposal.changes:
         click.echo(f"  {change}", err=as_json)
     if dry_run:
@@ -122,23 +117,40 @@ def _pivot(
             directory, "pivot", id=id, timeout_seconds=timeout_seconds, **proposal.content
         )
     except client.NoSupervisor:
-        return _pivot_unsupervised(directory, id, proposal.content)
+        return _pivot_unsupervised(directory, id, proposal.content, as_json)
     except client.DeadlinePassed as error:
         return complain(str(error), ExitCode.DEADLINE)
     if answer.outcome != "done":
         return complain(f"{answer.outcome}: {answer.why}", ExitCode.FAILED)
+    _show_result(id, answer.result, as_json)
+    # Committed, and yet the new trainer never was ready.
+    return complain(answer.why, ExitCode.FAILED) if answer.why else 0
+
+
+def _show_result(id: str, result: Json, as_json: bool) -> None:
     if as_json:
-        print_json({"schema_version": 1, "id": id, **answer.result})
-    else:
-        click.echo(
-            f"epoch {answer.result['epoch']} begins with step {answer.result['first_step']};"
-            f" the old policy is in archive/{answer.result['archive']}"
-        )
-    return 0
+        print_json({"schema_version": 1, "id": id, **result})
+        return
+    click.echo(
+        f"epoch {result['epoch']} begins with step {result['first_step']}; the old policy is in"
+        f" archive/{result['archive']}"
+    )
 
 
-def _pivot_unsupervised(directory: Path, id: str, content: Json) -> int:
+def _show_done(directory: Path, id: str, as_json: bool) -> bool:
+    """Whether this very request has been carried out; if so, what came of it is shown."""
+    from supervisor import pivot as checking
+    from supervisor.moves import pivot_result
+
+    epoch = checking.epoch_of(checking.durable_of(directory), id)
+    if epoch is not None:
+        _show_result(id, pivot_result(epoch), as_json)
+    return epoch is not None
+
+
+def _pivot_unsupervised(directory: Path, id: str, content: Json, as_json: bool) -> int:
     """A run that is stopped, failed or finished: this process is its supervisor for the switch."""
+    from supervisor import pivot as checking
     from supervisor import start as starting
     from supervisor.rundir import lock_holder
 
@@ -153,10 +165,11 @@ def _pivot_unsupervised(directory: Path, id: str, content: Json) -> int:
         )
     except starting.Refused as refusal:
         return complain(str(refusal), refusal.code)
-    from supervisor.pivot import durable_of
-
-    done = any(epoch.request == id for epoch in durable_of(directory).epochs)
-    return code if done else int(ExitCode.FAILED)
+    if _show_done(directory, id, as_json):
+        return code
+    replies = checking.durable_of(directory).replies
+    why = next((reply.why for reply in replies if reply.id == id), "no answer is on record")
+    return complain(f"refused: {why}", ExitCode.FAILED)
 
 
 @click.group()
@@ -216,17 +229,12 @@ def policy_check(policy_file: str, run: str | None, pulls: int, as_json: bool) -
     directory = find(run)
     try:
         proposal = checking.propose(
-            directory,
-            Path(policy_file),
-            at="boundary",
-            reason="",
-            to_step=None,
-            environment=os.environ,
+            directory, Path(policy_file), at="boundary", reason="", to_step=None
         )
     except (ConfigError, checking.PolicyRefused) as refusal:
         return complain(str(refusal), ExitCode.USAGE)
     except OSError as error:
-        return complain(f"{policy_file}: {error.strerror}", ExitCode.USAGE)
+        return complain(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
     rows = simulate(proposal.settings, pulls)
     if as_json:
         print_json({"schema_version": 1, "pulls": pulls, "arms": rows})

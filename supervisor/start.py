@@ -51,7 +51,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line of `start` (or of `stop` without a supervisor) asked for."""
+    """What the command line of `start`, or of another command without a supervisor, asked for."""
 
     wish: str | None = "run"
     id: str = ""
@@ -92,7 +92,7 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         inside = directory.enter()
         code = Daemon(inside, options, signals, reporter).run(begin)
         reporter.close()
-        if code == ExitCode.OK:
+        if code == ExitCode.OK and request.pivot is None:
             report(inside)
         return code
     except LockHeld as held:

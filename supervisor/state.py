@@ -89,8 +89,8 @@ class Durable:
     epoch: int = 1
     epochs: tuple[Epoch, ...] = (Epoch(1, 0, 1, ""),)
     pivot: ev.PivotIntended | None = None
-    base: int | None = None  # of an epoch that no attempt has begun yet; what is above is void
     attempt: int = 0
+    begun: ev.AttemptStarted | None = None  # the newest attempt, ended or not
     open: ev.AttemptStarted | None = None
     spawned: ev.AttemptSpawned | None = None  # the main process of `open`, once that is on record
     deaths: int = 0
@@ -117,7 +117,8 @@ class Durable:
         epochs = {epoch.number: epoch for epoch in self.epochs}
         epoch, until = epochs[self.epoch], None
         while epoch.base_step > step:
-            epoch, until = epochs[epoch.parent], epoch.base_step
+            until = epoch.base_step if until is None else min(until, epoch.base_step)
+            epoch = epochs[epoch.parent]
         return epoch, until
 
 
@@ -171,7 +172,6 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
             return replace(
                 durable,
                 pivot=None,
-                base=record.base_step,
                 epoch=record.epoch,
                 epochs=(*durable.epochs, begun),
                 pins=durable.pins | {record.base_step},
@@ -184,8 +184,8 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
             return replace(
                 durable,
                 attempt=record.attempt,
+                begun=record,
                 open=record,
-                base=None,
                 outcome="",
                 reason="",
             )
@@ -299,7 +299,7 @@ class State:
     pivot_ids: tuple[str, ...] = ()
     pivoting: bool = False  # the trainer has left for a pivot; the next selection is its base
     alone: bool = False  # this life exists for one pivot only; it ends when that is done
-    base_step: int = 0
+    unlinked_until: float | None = None  # a pivot waits so long for a link, then it signals
     verifying: frozenset[int] = frozenset()
 
 

@@ -1,4 +1,4 @@
-"""The lifecycle by example: what each phase makes of each event, and what the journal adds up to."""
+"""The lifecycle by example: what a phase makes of an event, and what the journal adds up to."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from supervisor.state import (
     REPLIES_KEPT,
     TERMINAL,
     Durable,
+    Epoch,
     Impossible,
     Rules,
     State,
@@ -40,6 +41,8 @@ RULES: Final = Rules(
 TARGET_STEP: Final = 1000
 CREATED: Final = ev.RunCreated("0f3a", "lesson", TARGET_STEP, "d1")
 PID: Final = 4242
+OPENING: Final = (ev.Sweep(), ev.Regenerate())
+BEFORE_SPAWN: Final = ("merging", "selecting", "clearing")
 
 
 class Case:
@@ -70,12 +73,16 @@ class Case:
 
     @property
     def acts(self) -> list[ev.Effect]:
-        """The effects that are not records."""
-        return [effect for effect in self.effects if not isinstance(effect, ev.Append)]
+        """The effects that are not records, nor what every opening begins with."""
+        other = (ev.Append, ev.Sweep, ev.Regenerate)
+        return [effect for effect in self.effects if not isinstance(effect, other)]
 
     @property
     def place(self) -> tuple[str, str]:
         return self.state.phase, self.state.stage
+
+    def deadline(self) -> float | None:
+        return self.state.deadline
 
     def reopened(self, life: str = "two") -> Case:
         """The next life, after this one was killed with everything on the disk."""
@@ -89,6 +96,11 @@ class Case:
 
     def select(self, step: int | None, **more: Any) -> list[ev.Effect]:
         return self.feed(ev.Selected, step, "bd", "sha", 1, "cadence", **more)
+
+    def clear(self, *superseded: int) -> list[ev.Effect]:
+        """Nothing stands above the base any more, if a base was decided on."""
+        found = [effect.base_step for effect in self.effects if isinstance(effect, ev.Clear)]
+        return self.feed(ev.Cleared, found[0], superseded) if found else []
 
     def hear(self, verb: str, **content: Any) -> list[ev.Effect]:
         return self.feed(ev.Heard, verb, content)
@@ -132,6 +144,12 @@ class Case:
     def to_spawning(self, base: int | None = None, history: int | None = None) -> Case:
         self.to_selecting((base or 0) if history is None else history)
         self.select(base)
+        self.clear()
+        return self
+
+    def to_clearing(self) -> Case:
+        self.to_selecting()
+        self.select(None)
         return self
 
     def to_loading(self, base: int | None = None, history: int | None = None) -> Case:
@@ -180,6 +198,7 @@ def stopping_reaping_case() -> Case:
 PLACES: Final[dict[str, Callable[[], Case]]] = {
     "merging": opened_case,
     "selecting": lambda: Case().to_selecting(),
+    "clearing": lambda: Case().to_clearing(),
     "spawning": lambda: Case().to_spawning(),
     "loading": lambda: Case().to_loading(),
     "running": lambda: Case().to_running(),
@@ -197,6 +216,8 @@ def finish(case: Case) -> Case:
         case.feed(ev.Merged, 0)
     if case.place == ("starting", "selecting"):
         case.select(None)
+    if case.place == ("starting", "clearing"):
+        case.feed(ev.Cleared, 0, ())
     if case.place == ("starting", "spawning"):
         case.feed(ev.Spawned, PID, 77, "boot")
     if case.state.phase == "stopping" and case.state.stage != "reaping":
@@ -227,6 +248,8 @@ SAMPLE_EVENTS: Final[dict[type, tuple[Any, ...]]] = {
     ev.Reaped: (0, None, None, 1, 0, ()),
     ev.Merged: (1,),
     ev.Selected: (None,),
+    ev.Cleared: (4, ()),
+    ev.Archived: (4, "pivot-0001-step_000004"),
     ev.Verified: (4, "", "sha", "bd", 1, "cadence"),
     ev.Removed: ((),),
     ev.Broken: ("gap",),
@@ -255,9 +278,15 @@ def test_only_a_new_life_is_opened_and_it_is_opened_first() -> None:
 
 # --- records ---
 
+SPAWNED: Final = ev.AttemptSpawned(1, 5, 77, "boot")
 REPLIED: Final = ev.Replied("r1", "checkpoint", "done", "", {"step": 100})
 ENDED: Final = ev.AttemptEnded(1, "crash", 1, None, 90, True, 7, "it broke")
-STARTED: Final = ev.AttemptStarted(1, "ab12", 0, 1)
+SECOND: Final = ev.AttemptStarted(2, "cd34", 50, 1, 60)
+FIRST: Final = Epoch(1, 0, 1, "", "", "d1")
+INTENDED: Final = ev.PivotIntended("p1", "boundary", None, 1, "[policy]", "[run]", "d2", "polish")
+SWITCHED: Final = ev.PolicySwitched(
+    "p1", 2, 1, 50, "[policy]", "[run]", "d2", "pivot-0001", "polish"
+)
 
 # Each record, and what it changes in a state that has seen `BEFORE`.
 BEFORE: Final = (
@@ -268,15 +297,43 @@ BEFORE: Final = (
     ev.Alarmed("ledger", "full"),
 )
 CHANGES: Final[list[tuple[ev.Record, dict[str, Any]]]] = [
-    (ev.RunCreated("0f3b", "other", 7, "d"), {"run_id": "0f3b", "run": "other", "target_step": 7}),
+    (
+        ev.RunCreated("0f3b", "other", 7, "d", "[run]", "[policy]"),
+        {
+            "run_id": "0f3b",
+            "run": "other",
+            "target_step": 7,
+            "epochs": (Epoch(1, 0, 1, "[run]", "[policy]", "d"),),
+        },
+    ),
+    (
+        ev.RunForked("runs/old", [["0e11", 40]], 40, 3, 40, "sha"),
+        {"lineage": (("0e11", 40),), "attempt": 3},
+    ),
+    (ev.RunImported("andrea", 100, [50, 100]), {"imported": True}),
+    (ev.CheckpointPinned(50, "a fork begins here"), {"pins": frozenset({50})}),
+    (ev.FileStored("run.toml", "sha"), {"stored": (("run.toml", "sha"),)}),
     (ev.SupervisorStarted("word", 1, "host", "0.1"), {}),
     (ev.SupervisorEnded("stopped", "as asked"), {}),
     (ev.Wished("stop", "r1"), {"wish": "stop"}),
-    (ev.SettingsChanged({"training.steps": [1000, 2000]}, 2000), {"target_step": 2000}),
     (
-        ev.AttemptStarted(2, "cd34", 50, 1),
-        {"attempt": 2, "open": ev.AttemptStarted(2, "cd34", 50, 1)},
+        ev.SettingsChanged({"training.steps": [1000, 2000]}, 2000, "[run]"),
+        {"target_step": 2000, "epochs": (replace(FIRST, settings="[run]"),)},
     ),
+    (INTENDED, {"pivot": INTENDED}),
+    (ev.PivotAborted("p1", "no space"), {"pivot": None}),
+    (
+        SWITCHED,
+        {
+            "pivot": None,
+            "epoch": 2,
+            "epochs": (FIRST, Epoch(2, 50, 1, "[run]", "[policy]", "d2", "pivot-0001", "p1")),
+            "pins": frozenset({50}),
+            "best_checkpoint": 50,
+        },
+    ),
+    (SECOND, {"attempt": 2, "open": SECOND, "begun": SECOND}),
+    (SPAWNED, {"spawned": SPAWNED}),
     (ev.AttemptAdopted(1, 5), {}),
     (ENDED, {"open": None, "last_exit": ENDED, "deaths": 1, "restarts": 1, "verified_steps": 7}),
     (
@@ -304,11 +361,10 @@ CHANGES: Final[list[tuple[ev.Record, dict[str, Any]]]] = [
     (ev.RunFinished(1000), {"outcome": "finished", "reason": "reached step 1000"}),
     (ev.RunFailed("no luck"), {"outcome": "failed", "reason": "no luck"}),
 ]
-SPAWNED: Final = ev.AttemptSpawned(1, 5, 77, "boot")
 
 
 def test_there_is_an_example_of_every_record() -> None:
-    assert {type(record) for record, _ in CHANGES} | {type(SPAWNED)} == set(ev.Record.__args__)
+    assert {type(record) for record, _ in CHANGES} == set(ev.Record.__args__)
 
 
 @pytest.mark.parametrize(("record", "changes"), CHANGES, ids=lambda value: type(value).__name__)
@@ -318,7 +374,7 @@ def test_a_record_changes_this_and_nothing_else(record: ev.Record, changes: dict
 
 
 @pytest.mark.parametrize(
-    "record", [SPAWNED, *(r for r, _ in CHANGES)], ids=lambda r: type(r).__name__
+    "record", [record for record, _ in CHANGES], ids=lambda r: type(r).__name__
 )
 def test_a_record_survives_the_journal(record: ev.Record) -> None:
     line = orjson.loads(orjson.dumps(ev.record_to_json(record)))
@@ -326,7 +382,7 @@ def test_a_record_survives_the_journal(record: ev.Record) -> None:
 
 
 def test_a_record_of_a_newer_version_is_left_out_and_a_broken_one_is_named() -> None:
-    assert ev.record_from_json({"record": "policy_switched", "seq": 3}) is None
+    assert ev.record_from_json({"record": "policy_melted", "seq": 3}) is None
     with pytest.raises(ContractError, match=r"attempt_spawned 3: no \['pid'\]"):
         ev.record_from_json(
             {"record": "attempt_spawned", "seq": 3, "attempt": 1, "start_ticks": 1, "boot_id": "b"}
@@ -381,11 +437,13 @@ def test_the_first_diverged_step_is_the_lowest() -> None:
 
 def test_first_start() -> None:
     case = Case()
-    assert case.open() == [ev.Append(ev.Wished("run", "")), ev.Merge()]
+    assert case.open() == [ev.Append(ev.Wished("run", "")), *OPENING, ev.Merge()]
     assert case.place == ("starting", "merging")
     assert case.feed(ev.Merged, 0) == [ev.Select(ceiling=0)]
     assert case.place == ("starting", "selecting")
-    started, spawn = case.select(None)
+    assert case.select(None) == [ev.Clear(0)]
+    assert case.place == ("starting", "clearing")
+    started, spawn = case.clear()
     nonce = hashlib.sha256(b"0f3a:one:1").hexdigest()[:16]
     assert started == ev.Append(ev.AttemptStarted(1, nonce, 0, 1))
     assert spawn == ev.Spawn(1, nonce, 0, 1)
@@ -394,22 +452,25 @@ def test_first_start() -> None:
         ev.Append(ev.AttemptSpawned(1, PID, 77, "boot"))
     ]
     assert case.place == ("starting", "loading")
-    assert case.state.deadline == case.now + RULES.start_seconds
+    assert case.deadline() == case.now + RULES.start_seconds
     assert case.hear("phase", phase="load") == []
     assert case.state.trainer_phase == "load"
     assert case.hear("hello", step=0, pid=PID) == []
     assert case.place == ("running", "")
-    assert case.state.deadline is None
+    assert case.deadline() is None
 
 
 def test_a_resume_starts_from_the_selected_checkpoint() -> None:
     case = Case().to_selecting(history=120)
-    assert case.select(100, superseded=(110,), rejected=((115, "chunk 3 differs", "q/115"),)) == [
+    assert case.select(100, rejected=((115, "chunk 3 differs", "q/115"),)) == [
         ev.Append(ev.CheckpointQuarantined(115, "chunk 3 differs", "q/115")),
         ev.Append(ev.Alarmed("checkpoint_quarantined", "step 115: chunk 3 differs")),
-        ev.Append(ev.CheckpointsSuperseded(100, [110])),
         ev.Append(ev.CheckpointCommitted(100, 1, "cadence", [], "bd")),
         ev.Append(ev.CheckpointVerified(100, "sha")),
+        ev.Clear(100),
+    ]
+    assert case.clear(110) == [
+        ev.Append(ev.CheckpointsSuperseded(100, [110])),
         ev.Append(case.state.durable.open),  # type: ignore[arg-type]
         ev.Spawn(1, case.state.durable.open.nonce, 100, 1),  # type: ignore[union-attr]
     ]
@@ -421,6 +482,8 @@ def test_what_is_on_record_already_is_not_recorded_again() -> None:
     committed = ev.CheckpointCommitted(100, 1, "cadence", [], "bd")
     case = Case(committed, ev.CheckpointVerified(100, "sha")).to_selecting(history=120)
     case.select(100)
+    assert case.records == []
+    case.clear()
     assert [type(record) for record in case.records] == [ev.AttemptStarted]
 
 
@@ -446,7 +509,7 @@ def test_no_hello_in_time_is_killed_and_counted() -> None:
     assert case.tick(RULES.start_seconds - 1) == []
     assert case.tick(1) == [ev.Kill()]
     assert case.place == ("stopping", "")
-    assert case.state.deadline is None
+    assert case.deadline() is None
     case.die(signal=9)
     ended = case.state.durable.last_exit
     assert ended is not None
@@ -455,7 +518,7 @@ def test_no_hello_in_time_is_killed_and_counted() -> None:
     assert case.place == ("backoff", "")
 
 
-@pytest.mark.parametrize("stage", ["merging", "selecting", "spawning"])
+@pytest.mark.parametrize("stage", [*BEFORE_SPAWN, "spawning"])
 def test_a_late_frame_of_the_attempt_before_starts_nothing(stage: str) -> None:
     """A hello that was still under way when its trainer died, and when that death was complete,
     must not pass for the hello of the next attempt."""
@@ -562,7 +625,8 @@ def test_from_scratch_is_the_operators_word() -> None:
     case = Case(ev.CheckpointCommitted(100, 1, "cadence", [], "bd"))
     case.open(from_scratch=True)
     case.feed(ev.Merged, 120)
-    case.select(None, superseded=(100,))
+    case.select(None)
+    case.clear(100)
     assert case.acts[-1] == ev.Spawn(1, case.state.durable.open.nonce, 0, 1)  # type: ignore[union-attr]
     assert case.records[0] == ev.CheckpointsSuperseded(0, [100])
 
@@ -579,14 +643,14 @@ def test_a_crash_is_reaped_recorded_and_waited_out() -> None:
     case = Case().to_running()
     assert case.feed(ev.Died) == [ev.Reap()]
     assert case.place == ("backoff", "reaping")
-    assert case.state.deadline is None
+    assert case.deadline() is None
     assert case.reap(signal=9, step=12) == [
         ev.Append(ev.AttemptEnded(1, "signal", None, 9, 12, True, 0, ""))
     ]
     assert case.place == ("backoff", "")
     assert case.state.trainer_pid is None
     wait = RULES.delay_seconds * jitter("0f3a", 1)
-    assert case.state.deadline == case.now + wait
+    assert case.deadline() == case.now + wait
     assert case.tick(wait / 2) == []
     assert case.tick(wait / 2 + 0.001) == [ev.Merge()]
     assert case.place == ("starting", "merging")
@@ -599,8 +663,7 @@ def test_the_delay_doubles_up_to_its_maximum() -> None:
     for attempt in range(1, 8):
         case.to_running()
         case.die(1)
-        assert case.state.deadline is not None
-        waits.append((case.state.deadline - case.now) / jitter("0f3a", attempt))
+        waits.append(((case.deadline() or 0.0) - case.now) / jitter("0f3a", attempt))
         case.tick(60)
     assert waits == pytest.approx([1, 2, 4, 8, 16, 20, 20])
 
@@ -649,7 +712,7 @@ def test_a_new_checkpoint_refills_the_budget() -> None:
     case = Case()
     case.open()
     for step in range(1, 4 * RULES.deaths):
-        case.to_running()
+        case.to_running(base=step - 1 or None)
         case.saved(step)
         case.die(1)
         assert case.state.durable.deaths == 1
@@ -662,7 +725,7 @@ def test_fc91_a_restart_count_never_goes_back() -> None:
     case = Case()
     case.open()
     for count in range(1, 4):
-        case.to_running()
+        case.to_running(base=count - 1 or None)
         case.saved(count)
         case.die(1)
         assert case.state.durable.restarts == count
@@ -819,12 +882,12 @@ def test_stop_goes_by_message_then_by_term_then_by_kill() -> None:
         ev.Send("stop", {"id": "stop-1", "at": "now"}),
     ]
     assert case.place == ("stopping", "")
-    assert case.state.deadline == began + RULES.signal_after_seconds
+    assert case.deadline() == began + RULES.signal_after_seconds
     assert case.tick(RULES.signal_after_seconds) == [ev.Signal("TERM")]
-    assert case.state.deadline == began + RULES.grace_seconds
+    assert case.deadline() == began + RULES.grace_seconds
     assert case.tick(RULES.grace_seconds - RULES.signal_after_seconds - 1) == []
     assert case.tick(1) == [ev.Kill()]
-    assert case.state.deadline is None
+    assert case.deadline() is None
     case.die(signal=9)
     assert case.records == [
         ev.AttemptEnded(1, "killed", None, 9, 0, False, 0, ""),
@@ -839,7 +902,7 @@ def test_a_stop_that_was_seen_is_not_signalled() -> None:
     case = Case().to_stopping()
     case.hear("seen", id="stop-1")
     assert case.tick(RULES.signal_after_seconds) == []
-    assert case.state.deadline == case.state.force_at
+    assert case.deadline() == case.state.force_at
     case.saved(7, "stop-1", reason="operator")
     case.die(0, line=STOPPED_LINE)
     assert case.state.phase == "stopped"
@@ -861,7 +924,7 @@ def test_without_a_link_a_stop_is_a_signal_at_once() -> None:
     case = Case().to_loading()
     case.ask("stop", "s1")
     assert case.acts == [ev.Signal("TERM")]
-    assert case.state.deadline == case.now + RULES.grace_seconds
+    assert case.deadline() == case.now + RULES.grace_seconds
     assert case.hear("hello", step=0, pid=PID) == [ev.Send("stop", {"id": "stop-1", "at": "now"})]
     assert case.state.phase == "stopping"
 
@@ -892,7 +955,7 @@ def test_stop_anywhere_ends_stopped_with_one_reply(place: str, operator: bool) -
     assert case.effects[-1].code == 0
     expected = (["s1"] if "stopping" in place else []) + (["s2"] if operator else [])
     assert sorted(reply.id for reply in replies) == expected
-    assert case.state.durable.attempt == (0 if place in ("merging", "selecting") else 1)
+    assert case.state.durable.attempt == (0 if place in BEFORE_SPAWN else 1)
     assert spawned == (place == "spawning")
 
 
@@ -981,7 +1044,7 @@ def test_the_second_and_the_third_interrupt() -> None:
     case.signal("stop", "signal-int-1")
     case.now += 1
     assert case.signal("hasten", "signal-int-2") == [ev.Signal("TERM")]
-    assert case.state.deadline == case.now + RULES.hasten_seconds
+    assert case.deadline() == case.now + RULES.hasten_seconds
     case.now += 1
     assert case.signal("kill", "signal-int-3") == [ev.Kill()]
     case.die(signal=9)
@@ -997,7 +1060,7 @@ def test_a_hastened_stop_is_killed_sooner_and_never_later() -> None:
     force_at = case.state.force_at
     case.now = force_at - 3
     assert case.signal("hasten") == []
-    assert case.state.deadline == case.state.force_at == force_at
+    assert case.deadline() == case.state.force_at == force_at
     assert case.tick(3) == [ev.Kill()]
 
 
@@ -1059,16 +1122,11 @@ def test_a_restart_that_had_to_be_killed_is_not_counted() -> None:
     assert case.place == ("starting", "merging")
 
 
-@pytest.mark.parametrize("place", ["merging", "selecting", "spawning", "loading"])
+@pytest.mark.parametrize("place", [*BEFORE_SPAWN, "spawning", "loading"])
 def test_a_restart_of_what_is_starting_is_answered_when_it_runs(place: str) -> None:
     case = PLACES[place]()
     assert case.ask("restart") == []
-    if case.place == ("starting", "merging"):
-        case.feed(ev.Merged, 0)
-    if case.place == ("starting", "selecting"):
-        case.select(None)
-    if case.place == ("starting", "spawning"):
-        case.feed(ev.Spawned, PID, 77, "boot")
+    finish(case)
     case.hear("hello", step=0, pid=PID)
     assert case.acts == [ev.Reply("r1", "done", "", {"attempt": 1})]
 
@@ -1076,7 +1134,7 @@ def test_a_restart_of_what_is_starting_is_answered_when_it_runs(place: str) -> N
 def test_a_restart_ends_the_wait() -> None:
     case = Case().to_backoff()
     assert case.ask("restart") == [ev.Merge()]
-    assert case.state.deadline is None
+    assert case.deadline() is None
 
 
 def test_a_restart_gets_its_attempt_even_if_the_budget_is_spent_meanwhile() -> None:
@@ -1109,9 +1167,9 @@ def test_a_restart_during_a_stop_is_told_so() -> None:
 def test_a_checkpoint_is_asked_for_seen_and_answered() -> None:
     case = Case().to_running()
     assert case.ask("checkpoint", "c1") == [ev.Send("checkpoint", {"id": "c1", "at": "now"})]
-    assert case.state.deadline == case.now + RULES.signal_after_seconds
+    assert case.deadline() == case.now + RULES.signal_after_seconds
     assert case.hear("seen", id="c1") == []
-    assert case.state.deadline is None
+    assert case.deadline() is None
     assert case.saved(7, "c1", reason="operator") == [
         ev.Append(ev.CheckpointCommitted(7, 1, "operator", ["c1"], "bd")),
         ev.Verify(7),
@@ -1137,10 +1195,10 @@ def test_an_unseen_request_falls_back_to_the_signal_and_is_answered_without_its_
     case = Case().to_running()
     case.ask("checkpoint", "c1")
     assert case.tick(RULES.signal_after_seconds) == [ev.Signal("USR1")]
-    assert case.state.deadline == case.now + RULES.signal_after_seconds, "and again, if need be"
+    assert case.deadline() == case.now + RULES.signal_after_seconds, "and again, if need be"
     case.saved(7, reason="sigusr1")
     assert case.acts[-1] == ev.Reply("c1", "done", "", {"step": 7})
-    assert case.state.deadline is None
+    assert case.deadline() is None
 
 
 def test_a_checkpoint_that_nobody_asked_for_answers_nobody() -> None:
@@ -1156,17 +1214,12 @@ def test_a_request_to_a_trainer_without_a_link_is_a_signal() -> None:
     assert case.ask("checkpoint", "c1") == [ev.Signal("USR1")]
 
 
-@pytest.mark.parametrize("place", ["merging", "selecting", "spawning", "loading"])
+@pytest.mark.parametrize("place", [*BEFORE_SPAWN, "spawning", "loading"])
 def test_a_request_waits_for_the_trainer_that_is_starting(place: str) -> None:
     case = PLACES[place]()
     assert case.ask("checkpoint", "c1") == []
     case.ask("checkpoint", "c2", at="boundary")
-    if case.place == ("starting", "merging"):
-        case.feed(ev.Merged, 0)
-    if case.place == ("starting", "selecting"):
-        case.select(None)
-    if case.place == ("starting", "spawning"):
-        case.feed(ev.Spawned, PID, 77, "boot")
+    finish(case)
     assert case.hear("hello", step=0, pid=PID) == [
         ev.Send("checkpoint", {"id": "c1", "at": "now"}),
         ev.Send("checkpoint", {"id": "c2", "at": "boundary"}),
@@ -1283,7 +1336,7 @@ def test_a_checkpoint_that_no_message_told_of_is_verified_and_recorded() -> None
         ev.Append(ev.CheckpointVerified(7, "sha")),
     ]
     assert ev.Reply("c1", "done", "", {"step": 7}) in case.effects
-    assert case.state.deadline is None
+    assert case.deadline() is None
 
 
 @each_place
@@ -1295,9 +1348,10 @@ def test_a_spoiled_checkpoint_is_quarantined_with_an_alarm(place: str) -> None:
     ]
 
 
-def test_nobody_asked_for_a_pause_and_so_nobody_ends_it() -> None:
+def test_a_pause_that_nobody_wants_is_ended() -> None:
+    """It was the last word of a supervisor that has died since."""
     case = Case().to_running()
-    assert case.hear("paused", step=7, id="p1") == []
+    assert case.hear("paused", step=7, id="p1") == [ev.Send("resume")]
     assert case.hear("farewell", why="stopped", step=7) == []
     assert case.state.trainer_phase == "exit"
 
@@ -1309,12 +1363,12 @@ def test_a_trainer_that_outlived_the_supervisor_is_adopted() -> None:
     case = Case().to_running(base=100).reopened()
     assert case.open("run", ours()) == [
         ev.Append(ev.Wished("run", "")),
+        *OPENING,
         ev.Append(ev.AttemptAdopted(1, PID)),
         ev.Adopt(PID),
     ]
     assert case.place == ("running", "")
     assert (case.state.trainer_pid, case.state.step) == (PID, 100)
-    assert not case.state.linked
     case.hear("step", step=130, loss=1.0)
     assert case.state.linked
     assert case.state.step == 130
@@ -1329,7 +1383,7 @@ def test_what_was_spawned_and_never_recorded_is_adopted_too() -> None:
 def test_a_trainer_that_died_with_the_supervisor_is_reaped_first() -> None:
     case = Case().to_running().reopened()
     case.open(None)
-    assert case.effects == [ev.Reap()]
+    assert case.effects == [*OPENING, ev.Reap()]
     assert case.place == ("backoff", "reaping")
     case.reap(step=5)
     assert case.records == [ev.AttemptEnded(1, "unknown", None, None, 5, True, 0, "")]
@@ -1382,17 +1436,18 @@ def test_what_holds_the_lock_after_the_death_is_stuck() -> None:
 def test_deadlines_are_not_met_early_and_cost_one_wake_up() -> None:
     for place, make in PLACES.items():
         case = make()
-        deadline = case.state.deadline
+        deadline = case.deadline()
         if deadline is None:
             assert place not in ("loading", "stopping", "backoff")
             assert case.tick(10**6) == []
             continue
         case.now = deadline - 0.001
         assert case.tick() == []
-        assert case.state.deadline == deadline
+        assert case.deadline() == deadline
         case.now = deadline
         case.tick()
-        assert case.state.deadline is None or case.state.deadline > case.now
+        later = case.deadline()
+        assert later is None or later > case.now
 
 
 def test_the_state_holds_nothing_that_a_caller_could_change() -> None:
