@@ -85,7 +85,10 @@ def write_archive(
 
 
 def sweep(directory: RunDirectory, archives: Iterable[str], epochs: int) -> None:
-    """Removes every archive and policy that no committed pivot speaks of."""
+    """Removes every archive and policy that no committed pivot speaks of, and what a kill left of
+    files that were being replaced."""
+    for path in directory.path.glob(f"{contract.TEMPORARY_PREFIX}*"):
+        path.unlink()
     known = set(archives)
     for path in (directory.path / contract.ARCHIVE).iterdir():
         ours = path.name.startswith((ARCHIVE_PREFIX, contract.TEMPORARY_PREFIX))

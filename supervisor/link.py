@@ -31,6 +31,7 @@ from supervisor.durable import preallocate
 
 PREALLOCATED_BYTES: Final = 4 * 1024 * 1024
 STEP_MESSAGE_INTERVAL_SECONDS: Final = 0.05
+PAUSED_INTERVAL_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ class Link:
         self._pause: str | None = None
         self._exit_now = False
         self._resume_now = False
+        self._paused: dict[str, Any] = {}
         self._served: dict[str, dict[str, Any]] = {}  # request -> the message that it was served
         self._previous_handlers: dict[int, Any] = {}
         self._terms = 0
@@ -276,6 +278,11 @@ class Link:
         else:
             requests[id] = content["at"]
 
+    @property
+    def pause_wanted(self) -> str | None:
+        """The request to pause that has been heard of and waits for its boundary."""
+        return self._pause
+
     # --- what the trainer says ---
 
     def hello(self, step: int, parameters: int, policy_digest: str) -> None:
@@ -311,19 +318,23 @@ class Link:
     def paused(self, step: int, request: str) -> None:
         self._pause = None
         self._resume_now = False
-        self._send("paused", step=step, id=request)
+        self._paused = {"step": step, "id": request}
+        self._send("paused", **self._paused)
 
     def wait_for_exit(self, timeout_seconds: float) -> bool:
-        """While paused: True when told to exit; False when told to go on, or when nobody says
-        anything for this long: then training goes on too."""
+        """While paused, and says so again and again, because a supervisor that has just come does
+        not know: True when told to exit; False when told to go on, or when nobody says anything
+        for this long: then training goes on too."""
         deadline = time.monotonic() + timeout_seconds
+        say_at = time.monotonic() + PAUSED_INTERVAL_SECONDS
         while not self._exit_now and self._terms == 0:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            now = time.monotonic()
+            if self._socket is None or self._resume_now or now >= deadline:
                 return False
-            if self._socket is None or self._resume_now:
-                return False
-            self._socket.poll(int(min(remaining, 0.1) * 1000))
+            if now >= say_at:
+                say_at = now + PAUSED_INTERVAL_SECONDS
+                self._send("paused", **self._paused)
+            self._socket.poll(int(min(deadline - now, 0.1) * 1000))
             self.poll()
         return True
 

@@ -106,6 +106,7 @@ def _selected(turn: Turn, event: ev.Event) -> None:
         moves.end(turn, durable.outcome or "stopped", "not pivoted")
     elif event.step is not None and event.step >= durable.target_step:
         turn.append(ev.RunFinished(event.step))
+        turn.do(ev.Retain(newest_verified=event.step))
         moves.end(turn, "finished", f"reached step {event.step}")
     elif moves.stop_wanted(turn):
         moves.end(turn, "stopped", "stopped as asked")
@@ -267,7 +268,8 @@ def _verified(turn: Turn, event: ev.Event) -> None:
     if not told:  # no message has, so this is the answer to whoever waits for one
         _answer_checkpoints(turn, event.step, event.reason, event.requests)
         moves.rearm(turn)
-    turn.do(ev.Retain(newest_verified=max(turn.state.durable.verified)))
+    if turn.state.stage != "selecting":  # what to resume from is being looked for among them
+        turn.do(ev.Retain(newest_verified=max(turn.state.durable.verified)))
 
 
 def _removed(turn: Turn, event: ev.Event) -> None:

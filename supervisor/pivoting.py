@@ -146,7 +146,9 @@ def _stop_here(turn: Turn) -> None:
 def paused(turn: Turn, content: Json) -> None:
     """The trainer waits at the boundary, its checkpoint committed."""
     pivot = turn.state.durable.pivot
-    if pivot is None or pivot.request != content["id"] or turn.state.phase != "running":
+    if turn.state.phase == "stopping":
+        turn.do(ev.Send("exit"))
+    elif pivot is None or pivot.request != content["id"] or turn.state.phase != "running":
         turn.do(ev.Send("resume"))
     elif content["step"] < turn.state.history_step:
         turn.do(ev.Send("resume"), ev.Send("pause", {"id": pivot.request}))
@@ -171,8 +173,8 @@ def selected(turn: Turn, step: int | None) -> bool:
     """Whether the selection was the pivot's alone. If not, it is where the run goes on from."""
     pivot, history_step = turn.state.durable.pivot, turn.state.history_step
     assert pivot is not None
-    if pivot.to_step is not None and not pivot.to_step == step <= history_step:
-        left = pivot.to_step > history_step
+    left = pivot.to_step is not None and pivot.to_step > history_step
+    if pivot.to_step is not None and (left or step != pivot.to_step):
         why = f"is on a branch that ended at step {history_step}" if left else "is not valid"
         moves.abort_pivot(turn, f"the checkpoint of step {pivot.to_step} {why}")
         moves.start(turn)  # this selection looked at nothing newer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import orjson
 import tomli_w
 import zmq
-from runs_kit import Run
+from runs_kit import DEADLINE_SECONDS, Run, wait_until
 
 from supervisor import archive, contract, ledger, pivot
 from supervisor.contract import Entry, Json
@@ -51,11 +52,24 @@ class PivotRun(Run):
 
     # --- requests ---
 
-    def pivot(self, *more: str) -> subprocess.CompletedProcess[str]:
-        """The command, to its end."""
-        return self.supervisor(
-            "pivot", str(self.directory), "--policy", str(self.policy_file), *more
-        )
+    def pivot(self, *more: str, gate: int | None = None) -> subprocess.CompletedProcess[str]:
+        """The command, to its end; training is let go on to `gate` once its trainer knows."""
+        place = ("pivot", str(self.directory), "--policy", str(self.policy_file))
+        if gate is None:
+            return self.supervisor(*place, *more)
+        before = self.pauses()
+        with subprocess.Popen(
+            self.command(*place, *more),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.variables(),
+        ) as command:
+            wait_until(lambda: self.pauses() > before, "a trainer that knows of it")
+            self.gate(gate)
+            output, errors = command.communicate(timeout=DEADLINE_SECONDS)
+        return subprocess.CompletedProcess(command.args, command.returncode, output, errors)
 
     def rollback(self, to_step: int, *more: str) -> subprocess.CompletedProcess[str]:
         return self.supervisor("rollback", str(self.directory), "--to-step", str(to_step), *more)
@@ -70,13 +84,24 @@ class PivotRun(Run):
     def asked(self, id: str, **content: Any) -> Iterator[zmq.Socket[bytes]]:
         """A pivot has been asked for; the reply, if there ever is one, comes on the socket."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        with contextlib.closing(context.socket(zmq.DEALER)) as socket:
-            socket.set(zmq.LINGER, 0)
-            place = self.directory / contract.SOCKETS / contract.OPERATOR_SOCKET
+        try:
+            socket = context.socket(zmq.DEALER)
+            directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+            place = f"/proc/self/fd/{directory}/{contract.SOCKETS}/{contract.OPERATOR_SOCKET}"
             socket.connect(f"ipc://{place}")
             socket.send(contract.encode_message("pivot", id=id, **content))
             yield socket
-        context.term()
+        finally:
+            context.destroy(linger=0)
+            os.close(directory)
+
+    def pauses(self, id: str = "") -> int:
+        """How often a trainer has heard that it is to pause."""
+        logs = (self.directory / contract.LOGS).glob("attempt-*.log")
+        return sum(path.read_text().count(f"asked to pause: {id}") for path in logs)
+
+    def wait_for_pauses(self, id: str, count: int = 1) -> None:
+        wait_until(lambda: self.pauses(id) >= count, f"{count} trainers that know of {id}")
 
     # --- what is on disk ---
 

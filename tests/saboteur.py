@@ -77,6 +77,7 @@ class Saboteur:
         self.pause_seconds = float(os.environ.get("SABOTEUR_PAUSE", "30"))
         self.planned = planned_faults(link.life.attempt)
         self.step = self.saved = link.life.resume_step or 0
+        self.told: str | None = None
 
     def run(self) -> int:
         self.misbehave("load")
@@ -97,6 +98,9 @@ class Saboteur:
         """Saves if that is due. True: this life is over."""
         regular = self.step % self.cadence == 0 or self.step == self.target
         due = self.link.due(cadence=regular and self.step > self.saved)
+        if self.link.pause_wanted not in (None, self.told):
+            self.told = self.link.pause_wanted
+            print(f"asked to pause: {self.told}", flush=True)
         until = self.life.until_step is not None and self.step >= self.life.until_step
         if due.reason is not None and self.step > 0:
             self.save(due.reason, due.requests)

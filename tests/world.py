@@ -349,12 +349,11 @@ class Trainer:
             self._leave(end)
         elif pause is not None:
             self.pause, self.resume_wanted = None, False
-            self._say("paused", step=self.step, id=pause)
-            self._wait_for_exit(self.world.now + PAUSE_SECONDS)
+            self._wait_for_exit(pause, self.world.now + PAUSE_SECONDS)
         else:
             self._then(self.world.rng.uniform(0.2, 1.5), self._update)
 
-    def _wait_for_exit(self, deadline: float) -> None:
+    def _wait_for_exit(self, pause: str, deadline: float) -> None:
         if self._mishap(0.01):
             return
         self._poll()
@@ -363,7 +362,8 @@ class Trainer:
         elif self.resume_wanted or self.world.now >= deadline:
             self._then(self.world.rng.uniform(0.2, 1.5), self._update)
         else:
-            self._then(1.0, lambda: self._wait_for_exit(deadline))
+            self._say("paused", step=self.step, id=pause)
+            self._then(1.0, lambda: self._wait_for_exit(pause, deadline))
 
     def _leave(self, why: str) -> None:
         if not self.world.chance(0.1):

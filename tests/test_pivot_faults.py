@@ -1,0 +1,366 @@
+"""A pivot that is struck at every call which changes a file, a socket or a process.
+
+Whatever the call and whatever strikes (a kill of the supervisor, of the trainer, of both, a full
+disk, a broken one), one more `supervisor start` finds the old policy untouched or the new one
+complete, a whole history, nothing half-made, and the run goes on to its end.
+
+A sample of the calls is struck here, and all of them in the soak. With FAULT_TABLE=FILE the table
+of calls, faults and what came of them is written there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import random
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import orjson
+import pytest
+from pivot_kit import NEW_ARMS, OLD_ARMS, PivotRun
+from runs_kit import wait_until
+
+from supervisor import archive, config, contract
+from supervisor.contract import digest
+
+SOURCE: Final = Path(__file__).with_name("fault_shim.c")
+ROLES: Final = ("supervisor", "trainer", "helper")  # numbered from 1, as in fault_shim.c
+KILLS: Final = ("kill it", "kill the other", "kill both")
+ERRORS: Final = ("ENOSPC", "EIO")
+FAULTS: Final = (*KILLS, *ERRORS)
+
+STEPS, CADENCE, HELD, AFTER = 16, 4, 6, 10
+PER_STRATUM: Final = 4
+SEED: Final = 10
+AT_ONCE: Final = 2
+
+
+class Call(NamedTuple):
+    """A call that a pivot makes, by its number among those of one role."""
+
+    role: str
+    number: int
+    name: str
+    target: str
+    can_fail: bool
+
+
+class Point(NamedTuple):
+    call: Call
+    fault: str
+
+    def __str__(self) -> str:
+        call = self.call
+        return f"{self.fault} at call {call.number} of the {call.role}: {call.name} {call.target}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`code` is how the struck supervisor ended; `policy` which policy rules in the end."""
+
+    policy: str
+    code: int
+    struck: bool
+
+    def __str__(self) -> str:
+        if not self.struck:
+            return "not reached"
+        return self.policy if self.code in (0, -9) else f"{self.policy}, exit {self.code}"
+
+
+# --- the shim -------------------------------------------------------------------------------------
+
+
+class Map:
+    """`struct map` of the shim: what is struck, and what has been counted."""
+
+    FIELDS: Final = ("armed", "role", "fault", "strike_at", "count", "struck")
+    SIZE: Final = 8 * (len(FIELDS) + 1 + len(ROLES))
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(self.SIZE))
+        with path.open("r+b") as file:
+            self._bytes = mmap.mmap(file.fileno(), self.SIZE)
+
+    def __getitem__(self, field: str) -> int:
+        (value,) = struct.unpack_from("q", self._bytes, 8 * self.FIELDS.index(field))
+        return int(value)
+
+    def __setitem__(self, field: str, value: int) -> None:
+        struct.pack_into("q", self._bytes, 8 * self.FIELDS.index(field), value)
+
+    def close(self) -> None:
+        self._bytes.close()
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = tmp_path_factory.mktemp("shim") / "fault_shim.so"
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler is not None, "the faults need a C compiler"
+    flags = ("-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
+    subprocess.run([compiler, *flags, "-o", built, SOURCE, "-ldl"], check=True, timeout=60)
+    return built
+
+
+class Struck(PivotRun):
+    """A run whose processes all carry the shim, until `heal`."""
+
+    def __init__(self, home: Path, shim: Path) -> None:
+        super().__init__(
+            home,
+            training={"steps": STEPS},
+            checkpoint={"every": CADENCE},
+            stop={"grace_seconds": 5.0, "signal_after_seconds": 1.0},
+        )
+        self.map = Map(home / "map")
+        self.log = home / "calls"
+        self.log.touch()
+        self.environment = {
+            "LD_PRELOAD": str(shim),
+            "FAULT_MAP": str(home / "map"),
+            "FAULT_LOG": str(self.log),
+            "SABOTEUR_PAUSE": "2",
+        }
+
+    def heal(self) -> None:
+        self.map["armed"] = 0
+        self.environment = {"SABOTEUR_PAUSE": "2"}
+
+    def close(self) -> None:
+        super().close()
+        self.map.close()
+
+    def calls(self, role: str) -> list[Call]:
+        found = []
+        for line in self.log.read_text().splitlines():
+            number, name, target = (line + " ").split(" ", 2)
+            place = Path(target.strip().removeprefix(str(self.directory.resolve())))
+            can_fail = not name.endswith("!")
+            found.append(Call(role, int(number), name.rstrip("!"), _kind(place), can_fail))
+        return found
+
+
+def _kind(place: Path) -> str:
+    """The target without what differs from run to run."""
+    name = place.name
+    if name.startswith(contract.TEMPORARY_PREFIX):
+        name = contract.TEMPORARY_PREFIX + "*-" + name.rpartition("-")[2]
+    parent = place.parent.name
+    return f"{parent}/{name}" if parent and parent != "run" else name
+
+
+def pivot_once(home: Path, shim: Path, role: str, point: Point | None) -> tuple[Struck, int, bool]:
+    """A run that was struck while it pivoted, its supervisor ended: how, and whether it was."""
+    run = Struck(home, shim)
+    try:
+        supervisor = run.hold(HELD)
+        run.map["role"] = ROLES.index(role) + 1
+        run.map["strike_at"] = point.call.number if point is not None else -1
+        run.map["fault"] = FAULTS.index(point.fault) + 1 if point is not None else 0
+        content = run.proposal()
+        run.map["armed"] = 1
+        with run.asked("p1", **content) as reply:
+
+            def over() -> bool:
+                return supervisor.poll() is not None or bool(reply.poll(0))
+
+            def told_too_late() -> bool:
+                """The next trainer is past the boundary, and held before the one after."""
+                return run.pauses("p1") > 1 and run.history_step() >= AFTER
+
+            wait_until(lambda: over() or run.pauses("p1"), "a trainer that knows")
+            run.gate(AFTER)
+            wait_until(lambda: over() or told_too_late(), "a reply, or no supervisor")
+        run.heal()
+        run.open_gate()
+        return run, run.end(supervisor), bool(run.map["struck"])
+    except BaseException:
+        run.close()
+        raise
+
+
+def strike(home: Path, shim: Path, point: Point) -> Outcome:
+    """What came of it, after one more start."""
+    home.mkdir(parents=True)
+    run, code, struck = pivot_once(home, shim, point.call.role, point)
+    with contextlib.closing(run):
+        try:
+            assert run.finish() == 0, run.output()
+            return Outcome(check(run), code, struck)
+        except AssertionError as error:
+            error.add_note(f"{point}, in {run.directory}")
+            raise
+
+
+def check(run: PivotRun) -> str:
+    """Everything that must hold once the run has come to its end; which policy rules."""
+    assert run.file_status()["phase"] == "finished"
+    assert run.steps() == list(range(1, STEPS + 1)), "one entry a step"
+    assert run.proofs() == [None] * len(run.proofs())
+    durable = run.durable
+    assert durable.pivot is None
+    assert durable.diverged_steps == 0
+    switched = run.records("policy_switched")
+    assert len(switched) <= 1, "twice"
+    base_step = switched[0]["base_step"] if switched else STEPS
+    owners = {step: 1 if step <= base_step else 2 for step in range(1, STEPS + 1)}
+    assert run.epochs_of_steps() == owners
+    assert run.archives() == [record["archive"] for record in switched]
+    if switched:
+        check_archive(run.archive(1, base_step))
+    epoch = 2 if switched else 1
+    assert run.policies() == sorted(
+        ["0001.toml", *(["0001.run.toml", "0002.toml"] if switched else [])]
+    )
+    arms = list(NEW_ARMS if switched else OLD_ARMS)
+    ruling = config.load(run.directory / contract.RUN_FILE)
+    assert [arm.name for arm in ruling.policy.arms] == arms
+    assert {entry.arm for entry in run.entries() if entry.epoch == epoch} == set(arms)
+    state = run.sidecar(contract.state_name("run"))
+    assert (state["step"], state["epoch"], set(state["arms"])) == (STEPS, epoch, set(arms))
+    samples = run.sidecar(contract.samples_name("run"))
+    assert {row["epoch"] for row in samples} == {epoch}
+    replies = [reply for reply in durable.replies if reply.id == "p1"]
+    assert [reply.outcome for reply in replies] in ([], ["done" if switched else "refused"])
+    left = [path for path in run.directory.rglob(f"{contract.TEMPORARY_PREFIX}*")]
+    assert left == []
+    assert list((run.directory / contract.RECEIPTS).iterdir()) == []
+    return "new" if switched else "old"
+
+
+def check_archive(place: Path) -> None:
+    digests = orjson.loads((place / archive.DIGESTS_FILE).read_bytes())
+    names = {path.name for path in place.iterdir()}
+    assert names == {*digests, archive.DIGESTS_FILE}
+    assert names >= {archive.PIVOT_FILE, "0001.toml", "run.state.json", "run.samples.json"}
+    assert {name: digest((place / name).read_bytes()) for name in digests} == digests
+
+
+# --- points ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Call]]:
+    """The calls of each role in a pivot that nothing strikes."""
+    found = {}
+    for role in ROLES:
+        home = tmp_path_factory.mktemp(f"recorded-{role}")
+        run, code, _ = pivot_once(home, shim, role, None)
+        with contextlib.closing(run):
+            assert code == 0
+            assert check(run) == "new"
+            found[role] = run.calls(role)
+    return found
+
+
+def faults_of(call: Call) -> Iterator[str]:
+    for fault in FAULTS:
+        if fault in KILLS[1:] and call.role == "helper":
+            continue  # it is the supervisor's own, and ends with it
+        if call.can_fail or fault in KILLS:
+            yield fault
+
+
+def every_point(recorded: dict[str, list[Call]]) -> list[Point]:
+    return [
+        Point(call, fault)
+        for calls in recorded.values()
+        for call in calls
+        for fault in faults_of(call)
+    ]
+
+
+def sample(points: Sequence[Point], per_stratum: int) -> list[Point]:
+    """Some of each role and fault, spread over the whole of the pivot."""
+    chance = random.Random(SEED)
+    strata: dict[tuple[str, str], list[Point]] = {}
+    for point in points:
+        strata.setdefault((point.call.role, point.fault), []).append(point)
+    chosen = []
+    for stratum in strata.values():
+        size = len(stratum) / per_stratum
+        chosen += [
+            stratum[int(number * size + chance.random() * size)] for number in range(per_stratum)
+        ]
+    return chosen
+
+
+def strike_all(home: Path, shim: Path, points: Iterable[Point]) -> dict[Point, Outcome]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        begun = {
+            point: pool.submit(strike, home / f"{number:04d}", shim, point)
+            for number, point in enumerate(points)
+        }
+        outcomes, failed = {}, []
+        for point, future in begun.items():
+            error = future.exception()
+            if error is None:
+                outcomes[point] = future.result()
+                shutil.rmtree(home / f"{list(begun).index(point):04d}")
+            else:
+                failed.append(error)
+    write_table(outcomes, len(failed))
+    if failed:
+        raise BaseExceptionGroup(f"{len(failed)} points of {len(begun)}", failed)
+    return outcomes
+
+
+def write_table(outcomes: dict[Point, Outcome], failed: int) -> None:
+    """A row for each call, a column for each fault."""
+    rows: list[Sequence[str]] = [("role", "call", "", *FAULTS)]
+    calls = dict.fromkeys(point.call for point in outcomes)
+    for call in calls:
+        cells = (str(outcomes.get(Point(call, fault), "")) for fault in FAULTS)
+        rows.append((call.role, str(call.number), f"{call.name} {call.target}", *cells))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    text = "\n".join([*lines, f"{len(outcomes)} points, {failed} failed", ""])
+    print(text)
+    if "FAULT_TABLE" in os.environ:
+        Path(os.environ["FAULT_TABLE"]).write_text(text)
+
+
+def test_a_pivot_makes_the_calls_that_it_must(recorded: dict[str, list[Call]]) -> None:
+    """So that a shim which sees nothing does not pass for a product that survives everything."""
+    supervisor = [(call.name, call.target) for call in recorded["supervisor"]]
+    for expected in (
+        ("fdatasync", "journal.jsonl"),
+        ("mkdir", "archive/.tmp-pivot-0001-step_000008"),
+        ("rename", "archive/pivot-0001-step_000008"),
+        ("rename", "policies/0002.toml"),
+        ("rename", "run.toml"),
+        ("fork", "."),
+        ("send", "socket"),
+    ):
+        assert expected in supervisor
+    trainer = {call.name for call in recorded["trainer"]}
+    assert trainer >= {"open", "write", "fsync", "link", "unlink", "send"}
+
+
+@pytest.mark.timeout(600)
+def test_a_pivot_is_done_or_not_done_whatever_strikes_where(
+    recorded: dict[str, list[Call]], shim: Path, tmp_path: Path
+) -> None:
+    outcomes = strike_all(tmp_path, shim, sample(every_point(recorded), PER_STRATUM))
+    assert {outcome.policy for outcome in outcomes.values()} == {"old", "new"}
+    assert sum(outcome.struck for outcome in outcomes.values()) > len(outcomes) * 3 / 4
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_a_pivot_is_done_or_not_done_at_every_point(
+    recorded: dict[str, list[Call]], shim: Path, tmp_path: Path
+) -> None:
+    strike_all(tmp_path, shim, every_point(recorded))
