@@ -57,9 +57,7 @@ def handles_signal(pid: int, number: int) -> bool:
     return False
 
 
-def holders(
-    lock_path: Path, nonce: str, main: AttemptSpawned | None = None
-) -> tuple[Holder, ...]:
+def holders(lock_path: Path, nonce: str, main: AttemptSpawned | None = None) -> tuple[Holder, ...]:
     """Every process that has trainer.lock open, by inode. Processes of other users are not
     visible and cannot hold it: the run directory is owner-only.
 

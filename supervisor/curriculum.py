@@ -251,6 +251,10 @@ def rest(state: State, arm: str) -> State:
     Raises ValueError for an arm that is not active, Infeasible where the others cannot fill in.
     """
     position = _active_position(state, arm)
+    if state.active == (position,):
+        raise Infeasible(
+            f"phase {state.phase}: arm {arm} is the only one that is active", "caps", 0
+        )
     arms = _with(state.arms, position, replace(state.arms[position], resting=True))
     return decided(_fresh_window(replace(state, arms=arms)))
 

@@ -192,6 +192,11 @@ def import_command(directory: Path, name: str | None, config_path: str | None) -
         return complain(f"{error}; nothing was imported", ExitCode.FAILED)
     for left_out in made.left_out:
         complain(f"left out: {left_out}", ExitCode.OK)
+    if made.beyond:
+        text = (
+            f"the checkpoints of steps {made.beyond} are beyond the history; `start` will set them"
+        )
+        complain(f"{text} aside and go on from an older one", ExitCode.OK)
     click.echo(
         f"{made.run}: {made.entries} entries, {len(made.steps)} checkpoints, {made.samples}"
         f" samples in {made.directory}"

@@ -219,7 +219,9 @@ def test_fc78_what_a_dead_trainer_left_behind_is_ended_and_not_adopted(run: Run)
 def test_two_supervisors_never_share_a_run(run: Run) -> None:
     supervisor = run.hold(8)
     assert run.start().wait(DEADLINE_SECONDS) == 2
-    assert f"already supervised by process {supervisor.pid} on {os.uname().nodename}" in run.output()
+    assert (
+        f"already supervised by process {supervisor.pid} on {os.uname().nodename}" in run.output()
+    )
     assert run.status()["supervisor_pid"] == supervisor.pid
     run.open_gate()
     assert run.end(supervisor) == 0

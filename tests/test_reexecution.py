@@ -4,7 +4,6 @@ behind (nothing)."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import struct
@@ -148,10 +147,8 @@ def test_another_weight_is_found_at_its_checkpoint_and_explained_by_the_threads(
     assert done.returncode == 1, done.stderr
     assert "equal to the last bit; checkpoints equal: none" in done.stdout
     assert "step 8 DIFFERS in its checkpoint; likely cause: environment" in done.stdout
-    assert f"m at layers.0.attention.query[{element - 4112 - 256}]" in done.stdout or "m at " in (
-        done.stdout
-    )
-    assert "recorded 0.25, now " in done.stdout
+    tensor = next(t for t in reversed(run.manifest(8).tensors) if t.offset <= element)
+    assert f"m at {tensor.name}[{element - tensor.offset}]: recorded 0.25, now " in done.stdout
     assert done.stderr == "exactness not claimed: threads: then 2, now 1\n"
 
 
@@ -160,7 +157,7 @@ def test_a_trainer_that_refuses_is_told_with_its_own_words(run: TrainedRun) -> N
     manifest = run.manifest(4)
     manifest.state["arms"]["prose"]["corpus_digest"] = "0" * 64
     run.member(4, ".json").write_bytes(manifest.to_bytes())
-    with pytest.raises(TrainerEnded, match=r"data: .*arm prose: corpus digest: saved 000"):
+    with pytest.raises(TrainerEnded, match=r"(?s)data: .*arm prose: corpus digest: saved 000"):
         execute(run, 4)
 
 
@@ -562,5 +559,4 @@ def test_fc27_the_supervisor_flags_the_first_step_that_differs_after_a_resume(
     assert diverged["likely"] == "unexplained"
     status = run.file_status()["replay"]
     assert status == {"verified_steps": 3, "diverged_steps": 1, "first_diverged_step": 14}
-    assert run.steps() == [*range(1, 18), *range(14, 31)]
-    assert os.path.exists(run.ledger_path)
+    assert run.steps() == [*range(1, 17), *range(14, 31)]

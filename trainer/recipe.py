@@ -176,7 +176,9 @@ def fresh(settings: Settings, data: Data, place: torch.device, environment: Json
         model=decoder,
         optimizer=AdamW(decoder.flat),
         samplers=_samplers(settings, data),
-        curriculum=curriculum.create(config.curriculum_policy(settings.policy)),
+        curriculum=curriculum.create(
+            config.curriculum_policy(settings.policy), seed=seed_for(seed, "curriculum")
+        ),
         targets_seen=0,
         detectors={AUDITED: 0, EVALUATED: 0},
         best_evaluation=None,
@@ -347,6 +349,9 @@ def check_counts(training: Training, epoch: int) -> None:
         )
         if count.pulls != count.steps
     ]
+    seed = seed_for(training.settings.training.seed, "curriculum")
+    if training.curriculum.seed != seed:
+        differences.append(f"bandit seed: {training.curriculum.seed}, this run has {seed}")
     if differences:
         listed = "\n  ".join(differences)
         raise StateMismatch(
