@@ -7,6 +7,11 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     0  events.py               what the machine hears, speaks and remembers
 
     1  projection.py           preferences to shares, shares to picks; arithmetic
+    1  bandit.py               what losses say about arms: rewards, confidence, preferences
+    1  policy.py               what a policy says of its arms, and whether it can be carried out
+    1  curriculum_state.py     the curriculum between two steps, and its saved form
+    1  mixture.py              the decision: what a state knows becomes shares
+    1  coherence.py            how a text repeats itself: scores, no judgement of its content
     1  curriculum.py           which arm the next step trains on
     1  replay.py               what an attempt adds to the history, and what it only proves
     1  state.py                what the lifecycle knows
@@ -56,6 +61,9 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     6  import_run.py           a run of another program becomes one of ours
     6  proof_commands.py       verify, history, import
     6  start.py                the start command, before the loop and after it
+    6  terminal.py             what all commands share
+    6  control_commands.py     start, stop, restart, checkpoint
+    6  view_commands.py        status, list, logs, samples, checkpoints, doctor
     6  cli.py                  the commands
     6  __main__.py             the entry point; loads what the command needs and no more
 

@@ -502,6 +502,7 @@ _TERMINAL_ROW: Final[dict[type, Handler]] = {
     ev.Ticked: _ignore,
     ev.Asked: _ended_already,
     ev.Heard: _ignore,
+    ev.Recorded: _ignore,
 }
 EVENTS: Final[tuple[type, ...]] = ev.Event.__args__
 TABLE: Final[dict[tuple[str, type], Handler]] = {

@@ -29,6 +29,7 @@ STATUS_SECONDS: Final = 1.0
 REAP_SECONDS: Final = 30.0
 LOOK_SECONDS: Final = 2.0
 RETRY_SECONDS: Final = 1.0
+SETTLE_SECONDS: Final = 10.0
 
 
 class Crash(Exception):
@@ -72,10 +73,11 @@ class Life:
         self.batch = 1
         self.commit: Commit | None = None
         self.asleep_until = 0.0
-        self.exited: ev.Exit | None = None
+        self._settled_by: float | None = None
         self.attached: Trainer | None = None
         self.told = False
         self._mail: list[ev.Event] = []
+        self._saved: list[ev.Event] = []
         self._committed = False
         self._helped: deque[ev.Event] = deque()
         self._errands: deque[ev.Effect] = deque()
@@ -103,7 +105,7 @@ class Life:
     def wake(self) -> None:
         """One turn of the loop."""
         world = self.world
-        if self.exited is not None or world.life is not self:
+        if world.life is not self:
             return
         if world.now < self.asleep_until:
             world.later(self.asleep_until - world.now, self.wake)
@@ -140,8 +142,15 @@ class Life:
         # After a pause there are more frames than one wake-up takes.
         taken = world.rng.choice((2, 100)) if self._mail else 0
         mail, self._mail = self._mail[:taken], self._mail[taken:]
-        self.inbox.extend(replace(event, now=now) for event in mail)
-        if self.attached is not None and not self.told and not self.attached.alive:
+        for event in (replace(event, now=now) for event in mail):
+            saved = isinstance(event, ev.Heard) and event.verb == "saved"
+            (self._saved if saved else self.inbox).append(event)
+        died = self.attached is not None and not self.told and not self.attached.alive
+        if died or self._at_end():
+            # A checkpoint comes after the receipts of its steps.
+            self.inbox.extend(self._saved)
+            self._saved = []
+        if died:
             self.told = True
             self.inbox.append(ev.Died(now))
         if self._death is not None:
@@ -152,25 +161,35 @@ class Life:
             self._notice(now)
 
     def _work_off(self) -> None:
-        while self.inbox and self.exited is None:
+        while self.inbox:
             self._feed(self.inbox.popleft())
         if self._merging and not self._leftovers and self._at_end() and not self._unsettled():
             self._merging = False
             self.inbox.append(ev.Merged(self.world.now, len(self.world.disk.owners)))
         self._start_commit()
-        if self.exited is None:
+        busy = self._errands or self.inbox or self.records or self._unsettled()
+        if self._settled_by is not None and (not busy or self.world.now >= self._settled_by):
+            self.world.ended(self)
+        else:
             self._plan_next()
 
     def _plan_next(self) -> None:
         """The next wake-up that nothing from outside brings."""
         now, moments = self.world.now, []
         reading = (self._merging or self._death is not None) and self.commit is None
-        if self.inbox or self._mail or (reading and (self._leftovers or not self._at_end())):
+        if (
+            self.inbox
+            or self._mail
+            or self._saved
+            or (reading and (self._leftovers or not self._at_end()))
+        ):
             moments.append(now)
         if self._death is not None:
             moments.append(now + (LOOK_SECONDS if self._holders() else LOOK_SECONDS / 20))
         if self.state.deadline is not None:
             moments.append(self.state.deadline)
+        if self._settled_by is not None:
+            moments.append(self._settled_by)
         if self._unannounced():
             moments.append(self._next_notice)
         soonest = min(moments, default=None)
@@ -204,7 +223,7 @@ class Life:
 
     def _release(self) -> None:
         durable_below = self.commit.number if self.commit is not None else self.batch
-        while self.held and self.held[0][0] < durable_below and self.exited is None:
+        while self.held and self.held[0][0] < durable_below:
             self._perform(self.held.popleft()[1])
 
     # --- making durable ---
@@ -287,15 +306,8 @@ class Life:
             case ev.Reply():
                 pass  # the watcher has seen it
             case ev.Exit():
-                self.exited = effect
-                self._last_moment()
-
-    def _last_moment(self) -> None:
-        """What was on its way to the disk when the Exit was performed still gets there."""
-        self.world.watcher.closed(self)
-        under_way = self.commit.records if self.commit is not None else []
-        self.world.disk.journal.extend([*under_way, *self.records])
-        self.world.ended(self)
+                # What is under way still gets its moment.
+                self._settled_by = world.now + SETTLE_SECONDS
 
     def _spawn(self, effect: ev.Spawn) -> None:
         world = self.world

@@ -15,8 +15,12 @@ import pytest
 from runs_kit import DEADLINE_SECONDS, Run, kill, wait_for_end, wait_until
 
 from supervisor import contract
+from supervisor import events as ev
 from supervisor.child import holders
+from supervisor.contract import Json
+from supervisor.machine import decide
 from supervisor.rundir import lock_holder
+from supervisor.state import Pending, Rules, State
 
 
 @pytest.fixture
@@ -82,6 +86,18 @@ def test_a_start_adopts_the_trainer_that_lives(run: Run) -> None:
     (ended,) = run.records("attempt_ended")
     assert (ended["cause"], ended["code"]) == ("finished", None)
     assert {r["step"] for r in run.records("checkpoint_committed")} == {10, 14, 20, 30}
+
+
+@pytest.mark.parametrize(("reason", "answered"), [("cadence", False), ("sigusr1", True)])
+def test_a_checkpoint_of_before_is_no_answer_to_a_request(reason: str, answered: bool) -> None:
+    # It went out as a signal; the first that is heard of the trainer is what it did while alone.
+    waiting = Pending("r", "now", operator=True, sent_at=1.0)
+    state = State(phase="running", checkpoints=(waiting,))
+    content: Json = {"step": 10, "digest": "d", "reason": reason, "requests": []}
+    state, effects = decide(Rules(), state, ev.Heard(2.0, "saved", content))
+    replies = [effect for effect in effects if isinstance(effect, ev.Reply)]
+    assert [reply.id for reply in replies] == (["r"] if answered else [])
+    assert (state.checkpoints == ()) == answered
 
 
 def test_sigusr1_works_again_in_the_next_life(run: Run) -> None:

@@ -436,6 +436,10 @@ def test_ucb1_runs_last_as_drawn() -> None:
     for start, length in zip(starts, lengths, strict=False):
         assert len(set(names[start : start + length])) == 1
     assert states[-1].main.runs == len(starts)
+    # What is learned inside a run moves no share before its end.
+    assert all(
+        one.shares == other.shares for one, other in pairwise(states) if other.running is not None
+    )
     # Other seeds, other runs; the same seed, the same.
     again = [name for name, _ in walk(curriculum.create(state.policy, seed=11), 2000)]
     assert list(names) == again
@@ -595,6 +599,21 @@ def test_a_cohort_takes_no_more_than_its_ramp(kind: str) -> None:
         together = math.fsum(now.shares[2:])
         assert together <= min(1.0, 0.3 + 0.07 * (step // window)) + 1e-9
         assert min(now.shares[2:]) >= 0.04 - 1e-12
+
+
+def test_a_cohort_is_as_free_as_the_others_after_ten_windows() -> None:
+    state = after(curriculum.create(cohort(cap=0.9)), 60)
+    keen = tuple(
+        replace(one, learned=known(mean, 50))
+        for one, mean in zip(state.arms, (0.0, 0.0, 9.0, 9.0, 9.0), strict=True)
+    )
+    state = replace(state, arms=keen)
+    found = []
+    for windows in range(12):
+        steps = replace(state.main, steps=windows * state.window_pulls)
+        found.append(math.fsum(mixture.decided(replace(state, main=steps)).shares[2:]))
+    assert found[:9] == pytest.approx([0.3 + 0.07 * windows for windows in range(9)], abs=1e-5)
+    assert found[9:] == pytest.approx([0.92] * 3, abs=1e-5)  # all but the floors of the others
 
 
 def test_a_joining_arm_starts_as_the_median_of_the_others() -> None:
@@ -781,6 +800,9 @@ def test_other_text_under_an_old_name_is_another_arm() -> None:
     assert second.arms[0].source == curriculum.Source(fingerprint="two")
     assert second.retired == (curriculum.Retired("a", "one", 10, 10),)
     assert through_json(second) == second
+    same = curriculum.pivoted(first, even(1), fingerprints={"a": "one"})
+    assert same.arms[0].source == curriculum.Source(fingerprint="one", pulls=10, targets=10)
+    assert same.retired == ()
 
 
 def test_epochs_before_a_pivot_count() -> None:
@@ -790,6 +812,16 @@ def test_epochs_before_a_pivot_count() -> None:
     assert second.shares == (0.0, 1.0)
     assert {name for name, _ in walk(second, 100)} == {"b"}
     assert through_json(second) == second
+
+
+def test_an_arm_without_epochs_left_is_not_longed_for() -> None:
+    first = after(curriculum.create(even(3, kind="static")), 150)
+    limited = even(3, 0.05, maximum_epochs=1.0)
+    sizes = {"a": 50, "b": 9000, "c": 9000}
+    second = curriculum.pivoted(first, limited, round_pulls=sizes, steps=500)
+    second = after(second, 600, Losses(1, {"b": 0.001}, noise=0.001))
+    assert second.arms[0].pulls == 0
+    assert second.shares[1] > 2 * second.shares[2]
 
 
 def test_a_pivot_to_what_cannot_be_carried_out_is_refused() -> None:
@@ -881,8 +913,10 @@ def test_warned_of_an_arm_that_cannot_be_spared() -> None:
     ]
     assert curriculum.fragile_arms(policy(arm("a"))) == []
     assert curriculum.fragile_arms(policy(*arms, bounds="weight")) == []
-    tenths = policy(*(arm(name, cap=0.1) for name in "abcdefghijk"))
-    assert curriculum.fragile_arms(tenths) == []
+    hundredths = [arm("a", cap=0.01), arm("b", cap=0.29), arm("c", cap=0.7), arm("d", cap=0.01)]
+    assert math.fsum([0.01, 0.29, 0.7]) < 1  # in binary, and not on paper
+    without = [text.split()[4] for text in curriculum.fragile_arms(policy(*hundredths))]
+    assert without == ["b", "c"]
 
 
 # --- saved state ----------------------------------------------------------------------------------

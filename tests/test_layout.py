@@ -32,12 +32,12 @@ LONGER = {"supervisor/contract.py": 800}
 FOR_TRAINERS = {"contract", "config", "curriculum", "coherence", "link"}
 
 PURE = {
-    *("contract", "events", "projection", "curriculum", "coherence", "replay"),
-    *("state", "moves", "machine"),
+    *("contract", "events", "projection", "bandit", "policy", "curriculum_state", "mixture"),
+    *("curriculum", "coherence", "replay", "state", "moves", "machine"),
 }
 IMPURE = {
-    *("contract", "events", "projection", "curriculum", "coherence", "replay"),
-    *("state", "moves", "machine"),
+    *("asyncio", "multiprocessing", "os", "pathlib", "random", "secrets", "select", "signal"),
+    *("socket", "subprocess", "sys", "tempfile", "threading", "time", "zmq"),
 }
 
 FORBIDDEN = [

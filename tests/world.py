@@ -170,9 +170,9 @@ class World:
             self.crash()
 
     def ended(self, life: Life) -> None:
-        """The life performed its Exit."""
-        if self.life is life:
-            self.life = None
+        """It has performed its Exit and settled; what is not on the disk by now is lost."""
+        self.life = None
+        self.watcher.closed(life)
         self.operator.lost_supervisor(life)
 
     def holders(self, nonce: str) -> tuple[ev.Holder, ...]:
@@ -364,9 +364,18 @@ class Trainer:
             killable = world.rng.random() < 0.5
             nonce = self.nonce if killable or world.rng.random() < 0.5 else ""
             world.stray = Stray(world.new_pid(), nonce, killable)
+            if not killable:
+                world.later(world.rng.uniform(0.0, 40.0), self._stray_works_on)
             # What hangs in the kernel is seldom alone.
             world.later(world.rng.choice((0.001, 0.01, 0.1)), lambda: world.pause(31.0))
         world.later(0.0, self.world_wakes)
+
+    def _stray_works_on(self) -> None:
+        """A worker that wrote the receipts goes on writing them."""
+        if self.world.stray is not None:
+            self.step += 1
+            self.receipts.lines.append((self.step, self.diverges))
+            self.world_wakes()
 
     # --- signals ---
 
