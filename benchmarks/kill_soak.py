@@ -44,10 +44,11 @@ TARGETS = ("trainer", "supervisor", "both")
 SAVE_STAGES = ("save: binary", "save: manifest", "save: linking", "save: unlinking")
 PHASES = ("load", "step", "evaluate", "sample", *SAVE_STAGES, "exit")
 CADENCE = 20
-STEPS_A_KILL = 2 * CADENCE
+STEPS_A_KILL = 3 * CADENCE
 LOAD_SECONDS = 1.5
 AIM_SECONDS = 20.0
 RUN_SECONDS = 120.0
+LOOK_SECONDS = 0.0003  # a stage of a save takes a few milliseconds
 TAIL_BYTES = 8192
 DETERMINISTIC_STATE = ("arms", "bandit", "rng", "targets_seen", "updates", "tokenizer")
 
@@ -283,11 +284,12 @@ class Marksman:
             traces = Traces(self.run, self._attempt())
             if not self._aim(traces, descriptor, phase):
                 return self.run.ended() is None
-            if target != "supervisor":
-                kill(descriptor)
+            found, step = traces.phase()
             if target != "trainer":
                 self.run.kill_supervisor()
-            found, step = traces.phase()
+            if target != "supervisor":
+                kill(descriptor)
+                found, step = traces.phase()  # nothing moves any more
             self.kills.append(Kill(target, phase, found, traces.attempt, step))
             if target != "supervisor":
                 self._killed, self._died_at = pid, max(step, self._died_at)
@@ -302,7 +304,8 @@ class Marksman:
             pid = self.run.trainer()
             return pid if pid != self._killed else None
 
-        return self._until(found, AIM_SECONDS, 0.01)
+        living: int | None = self._until(found, AIM_SECONDS, 0.01)
+        return living
 
     def _attempt(self) -> int:
         opened = self._until(lambda: self.run.durable().open, AIM_SECONDS, 0.01)
@@ -321,13 +324,14 @@ class Marksman:
             if not self._until(lambda: traces.phase()[1] >= wanted, AIM_SECONDS, 0.002):
                 return False
             signal.pidfd_send_signal(descriptor, signal.SIGTERM)
-            return bool(self._until(lambda: traces.phase()[0] == phase, AIM_SECONDS, 0.0))
+            return bool(self._until(lambda: traces.phase()[0] == phase, AIM_SECONDS, LOOK_SECONDS))
 
         def there() -> bool:
             found, step = traces.phase()
-            return step >= wanted and (found == phase or found == "exit")
+            # A stage of a millisecond may be missed a few times; the run must not end meanwhile.
+            return step >= wanted and (found in (phase, "exit") or step >= wanted + 2 * CADENCE)
 
-        return bool(self._until(there, AIM_SECONDS, 0.0))
+        return bool(self._until(there, AIM_SECONDS, LOOK_SECONDS))
 
     def _until(self, happened: Callable[[], Any], seconds: float, pause: float) -> Any:
         limit = time.monotonic() + seconds
@@ -337,8 +341,7 @@ class Marksman:
                 return found
             if self.run.ended() is not None:
                 return None
-            if pause:
-                time.sleep(pause)
+            time.sleep(pause)
         return None
 
 

@@ -140,7 +140,7 @@ class Life:
             self.inbox.append(replace(self._helped.popleft(), now=now))
         self._pump()
         # After a pause there are more frames than one wake-up takes.
-        taken = world.rng.choice((2, 100)) if self._mail else 0
+        taken = world.rng.choice((1, 100)) if self._mail else 0
         mail, self._mail = self._mail[:taken], self._mail[taken:]
         for event in (replace(event, now=now) for event in mail):
             saved = isinstance(event, ev.Heard) and event.verb == "saved"

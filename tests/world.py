@@ -365,17 +365,18 @@ class Trainer:
             nonce = self.nonce if killable or world.rng.random() < 0.5 else ""
             world.stray = Stray(world.new_pid(), nonce, killable)
             if not killable:
-                world.later(world.rng.uniform(0.0, 40.0), self._stray_works_on)
+                world.later(world.rng.choice((0.1, 29.0)), self._stray_works_on)
             # What hangs in the kernel is seldom alone.
             world.later(world.rng.choice((0.001, 0.01, 0.1)), lambda: world.pause(31.0))
         world.later(0.0, self.world_wakes)
 
     def _stray_works_on(self) -> None:
-        """A worker that wrote the receipts goes on writing them."""
-        if self.world.stray is not None:
+        """A worker that wrote the receipts goes on writing them for a while."""
+        if self.world.stray is not None and self.world.rng.random() < 0.9:
             self.step += 1
             self.receipts.lines.append((self.step, self.diverges))
             self.world_wakes()
+            self.world.later(self.world.rng.uniform(0.1, 0.6), self._stray_works_on)
 
     # --- signals ---
 
