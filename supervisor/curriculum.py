@@ -236,7 +236,7 @@ def evaluated(state: State, losses: Mapping[str, float]) -> State:
     for name, loss in losses.items():
         if not math.isfinite(loss):
             raise ValueError(f"arm {name}: held-out loss {loss} is not finite")
-    if not state.policy.tuning.heldout_gate:
+    if not state.policy.tuning.heldout_gate or state.policy.kind not in WINDOWED:
         return state
     arms = tuple(
         replace(arm, learned=bandit.gated(arm.learned, losses[name])) if name in losses else arm

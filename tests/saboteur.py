@@ -156,7 +156,9 @@ class Saboteur:
                 signal.signal(signal.SIGSEGV, signal.SIG_DFL)
                 os.kill(os.getpid(), signal.SIGSEGV)
             elif name == "deaf":
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                signal.signal(
+                    signal.SIGTERM, lambda *_: print("SIGTERM, and no answer", flush=True)
+                )
                 while True:
                     signal.pause()
             elif name == "stray":

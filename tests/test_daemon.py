@@ -104,10 +104,7 @@ def test_every_checkpoint_is_bound_to_the_history_before_it(finished: Run) -> No
 
 def test_a_checkpoint_is_bound_also_when_the_history_is_far_behind(run: Run) -> None:
     # A supervisor that takes in a few lines at a time, as one does that was away for a day.
-    (run.home / "sitecustomize.py").write_text(
-        "from supervisor import recorder\nrecorder.PUMP_BYTES = 500\n"
-    )
-    run.environment["PYTHONPATH"] = str(run.home)
+    run.patch("recorder", "PUMP_BYTES", 500)
     run.set("training", steps=600)
     run.set("checkpoint", every=500)
     assert run.finish() == 0
@@ -155,6 +152,12 @@ def test_the_end_says_where_it_stands_and_how_to_go_on(finished: Run) -> None:
     assert f"run: finished at step 45 of 45, in {finished.directory}" in output
     assert "step 45 | The step 45" in output
     assert "--set training.steps=90" in output
+
+
+def test_the_end_waits_only_for_what_is_under_way(run: Run) -> None:
+    run.patch("daemon", "SETTLE_SECONDS", 1e9)
+    assert run.finish() == 0
+    assert run.file_status()["checkpoint"]["verified"] is True
 
 
 # --- kills ----------------------------------------------------------------------------------------
@@ -407,6 +410,8 @@ def test_a_stop_obeys_its_grace_and_then_kills(run: Run) -> None:
     assert run.end(supervisor) == 0
     (ended,) = run.records("attempt_ended")
     assert (ended["cause"], ended["signal"], ended["counted"]) == ("killed", 9, False)
+    log = run.directory / contract.LOGS / "attempt-0001.log"
+    assert log.read_text() == "SIGTERM, and no answer\n"
 
 
 def test_a_restart_saves_and_is_answered_by_the_next_attempt(run: Run) -> None:
@@ -467,6 +472,27 @@ def test_a_signal_stops_this_life_and_not_the_wish(run: Run, number: signal.Sign
     assert run.checkpoints() == [10, 12]
     run.open_gate()
     assert run.finish("--as-recorded") == 0
+    assert_exact(run, 30)
+
+
+def test_a_stop_is_honoured_from_the_moment_the_lock_is_held(run: Run) -> None:
+    supervisor = run.start()
+    wait_until(lambda: lock_holder(run.directory / contract.LOCK_FILE), "an owner")
+    supervisor.send_signal(signal.SIGTERM)
+    assert run.end(supervisor) == 0
+    assert run.file_status()["phase"] in ("stopped", "finished")
+    assert run.finish() == 0
+    assert_exact(run, 30)
+
+
+def test_a_trainer_that_never_says_hello_is_ended_and_started_again(run: Run) -> None:
+    run.faults = "deaf@load#1"
+    run.set("hang", start_seconds=0.5)
+    supervisor = run.start()
+    (ended,) = wait_until(lambda: run.records("attempt_ended"), "the end of the first attempt")
+    assert (ended["cause"], ended["counted"]) == ("killed", True)
+    assert ended["message"] == "no hello within 0.5 s of its start"
+    assert run.end(supervisor) == 0
     assert_exact(run, 30)
 
 

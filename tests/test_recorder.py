@@ -274,7 +274,10 @@ def test_one_pump_takes_a_bounded_piece(desk: Desk, monkeypatch: pytest.MonkeyPa
 # --- files ----------------------------------------------------------------------------------------
 
 
-def test_leftovers_are_merged_in_the_order_of_the_attempts(desk: Desk) -> None:
+def test_leftovers_are_merged_in_the_order_of_the_attempts(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "PUMP_BYTES", 100)
     desk.write(10, entry(5, 10), entry(6, 10))
     desk.write(9, *(entry(step, 9) for step in range(1, 5)))
     (desk.directory.receipts / "notes.jsonl").write_bytes(b"not ours\n")

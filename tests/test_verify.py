@@ -316,7 +316,9 @@ def test_a_damage_that_a_later_life_built_on_is_still_found(built: Built) -> Non
     data = built.directory.ledger.read_bytes()
     built.directory.ledger.write_bytes(data.replace(b'"loss":2.25', b'"loss":2.35'))
     built.enter(*range(11, 21), bind=True)
-    assert only(built.problems()).place.startswith("entries 1 to 10,")
+    report = verify(built.directory)
+    assert only(report.problems).place.startswith("entries 1 to 10,")
+    assert report.counts["ledger_entries_bound"] == 0
 
 
 def test_entries_behind_the_last_binding_are_said_to_be_unbound(built: Built) -> None:
@@ -325,6 +327,23 @@ def test_entries_behind_the_last_binding_are_said_to_be_unbound(built: Built) ->
     report = verify(built.directory)
     assert report.problems == []
     assert [note for note in report.notes if "entries 11 to 13 are not bound yet" in note]
+
+
+def test_a_row_that_is_being_written_now_is_not_judged(built: Built) -> None:
+    built.enter(*range(1, 11), bind=True)
+    built.enter(11, 12)
+    data = built.directory.ledger.read_bytes()
+    with built.directory.lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        built.directory.ledger.write_bytes(data[:-20])
+        assert built.problems() == []
+        built.directory.ledger.write_bytes(data.replace(b'"step":9', b'"step":x'))
+        assert {one.place.partition(",")[0] for one in built.problems()} == {
+            "entry 9",
+            "entries 1 to 10",
+        }
+    built.directory.ledger.write_bytes(data[:-20])
+    assert only(built.problems()[:1]).place.startswith("entry 12, ")
 
 
 def test_a_history_that_lost_its_end_is_found(built: Built) -> None:
@@ -397,6 +416,7 @@ def test_gaps_are_those_of_the_canonical_history(
     steps_named = [range(int(one[1]), int(one[2]) + 1) for one in named if one is not None]
     assert {step for stretch in steps_named for step in stretch} == missing
     assert len(steps_named) == len(found)
+    assert all(steps_named)
 
 
 def prove(path: Path, *bindings: Binding, begin: Begin | None = None) -> LedgerProof:

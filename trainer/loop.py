@@ -178,7 +178,7 @@ class Loop:
             loss=loss,
         )
         training.targets_seen += targets
-        training.curriculum = curriculum.observe(chosen, arm, loss)
+        training.curriculum = curriculum.observe(chosen, arm, loss, targets)
         self.link.record(
             Entry(
                 step=training.step,
@@ -302,6 +302,11 @@ class Loop:
         }
         loss = nats / sum(targets for _, targets in measured.values())
         self.training.take_evaluation(loss)
+        means = {name: one / targets for name, (one, targets) in measured.items()}
+        self.training.curriculum = curriculum.evaluated(
+            self.training.curriculum,
+            {name: mean for name, mean in means.items() if math.isfinite(mean)},
+        )
         self.link.record(EvaluationLine(self.step, self.life.attempt, loss, arms))
 
     def _heldout_loss(self, heldout: Windows) -> tuple[float, int] | None:

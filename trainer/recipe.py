@@ -177,7 +177,10 @@ def fresh(settings: Settings, data: Data, place: torch.device, environment: Json
         optimizer=AdamW(decoder.flat),
         samplers=_samplers(settings, data),
         curriculum=curriculum.create(
-            config.curriculum_policy(settings.policy), seed=seed_for(seed, "curriculum")
+            config.curriculum_policy(settings.policy),
+            seed=seed_for(seed, "curriculum"),
+            steps=settings.training.steps,
+            **_sources(settings, data),
         ),
         targets_seen=0,
         detectors={AUDITED: 0, EVALUATED: 0},
@@ -228,6 +231,19 @@ def resumed(
     check_counts(training, manifest.epoch)
     device.restore_rng(state["rng"], place)
     return training
+
+
+def _sources(settings: Settings, data: Data) -> dict[str, dict[str, Any]]:
+    """What the curriculum needs to know of the arms, by name; see `curriculum.create`."""
+    return {
+        "repetition": {name: arm.repetition for name, arm in data.arms.items()},
+        "fingerprints": {name: arm.digest for name, arm in data.arms.items()},
+        "round_pulls": {
+            name: math.ceil(arm.window_count / settings.training.batch_windows)
+            / settings.training.accumulate
+            for name, arm in data.arms.items()
+        },
+    }
 
 
 def _samplers(settings: Settings, data: Data) -> dict[str, Sampler]:
