@@ -351,7 +351,7 @@ class Comparison:
     def _differs_in_step(self, now: Entry) -> bool:
         recorded = self._plan.entries[now.step]
         parts = tuple(
-            Part(name, *(_shown(getattr(entry, name)) for entry in (recorded, now)))
+            Part(name, _shown(getattr(recorded, name)), _shown(getattr(now, name)))
             for name in differing_fields(recorded, now)
             if getattr(recorded, name) is not None  # a history that came from elsewhere has less
         )
