@@ -87,8 +87,11 @@ def _selected(turn: Turn, event: ev.Event) -> None:
     for step, reason, moved_to in event.rejected:
         turn.append(ev.CheckpointQuarantined(step, reason, moved_to))
         turn.append(ev.Alarmed("checkpoint_quarantined", f"step {step}: {reason}"))
-    if event.superseded:
-        turn.append(ev.CheckpointsSuperseded(event.step or 0, list(event.superseded)))
+    above = event.step or 0
+    # Also what was set aside by a life that was killed before it could say so.
+    gone = {*event.superseded, *(step for step in turn.state.durable.on_disk if step > above)}
+    if gone:
+        turn.append(ev.CheckpointsSuperseded(above, sorted(gone)))
     if event.step is not None:
         moves.commit(
             turn, event.step, event.attempt, event.reason, event.requests, event.binary_digest

@@ -341,3 +341,21 @@ def test_last_words_are_the_last_line_that_says_something(
     assert attending.last_words(1) == "last � word"
     directory.log(1).write_text("x" * 5000)
     assert attending.last_words(1) == "x" * attendant.LAST_WORDS_CHARACTERS
+
+
+def test_a_process_that_is_ending_is_no_stranger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that exits gives up its memory, and with it its environment, some milliseconds
+    before it closes the lock. A supervisor that starts just then must wait for it, not give up.
+    A zombie reads like that for longer; here it is said to have the lock open."""
+    lock = tmp_path / "trainer.lock"
+    lock.touch()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    wait_for_end(ended.pid)
+    monkeypatch.setattr(child, "_has_open", lambda pid, device, inode: pid == ended.pid)
+    (holder,) = child.holders(lock, NONCE)
+    assert (holder.pid, holder.ours, holder.command) == (ended.pid, True, "unknown")
+    (unnamed,) = child.holders(lock, "")
+    assert not unnamed.ours
+    ended.wait()

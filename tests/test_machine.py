@@ -435,6 +435,14 @@ def test_what_is_on_record_already_is_not_recorded_again() -> None:
     assert [type(record) for record in case.records] == [ev.AttemptStarted]
 
 
+def test_what_an_earlier_life_set_aside_without_a_record_is_recorded_by_the_next() -> None:
+    """Else a step saved again under that number would pass for recorded."""
+    case = Case(ev.CheckpointCommitted(110, 1, "cadence", [], "bd")).to_selecting(history=120)
+    case.select(100)
+    assert case.records[0] == ev.CheckpointsSuperseded(100, [110])
+    assert case.state.durable.on_disk == {100}
+
+
 def test_the_nonce_differs_between_attempts_and_lives() -> None:
     first, second = Case(life="one").to_spawning(), Case(life="two").to_spawning()
     nonces = {case.state.durable.open.nonce for case in (first, second)}  # type: ignore[union-attr]
@@ -904,6 +912,14 @@ def test_stop_anywhere_ends_stopped_with_one_reply(place: str, operator: bool) -
     assert sorted(reply.id for reply in replies) == expected
     assert case.state.durable.attempt == (0 if place in ("merging", "selecting") else 1)
     assert spawned == (place == "spawning")
+
+
+def test_a_stop_while_receipts_are_merged_does_not_wait_for_a_selection() -> None:
+    """A selection reads a whole checkpoint from the device."""
+    case = PLACES["merging"]()
+    case.ask("stop", "s1")
+    case.feed(ev.Merged, 0)
+    assert [type(effect) for effect in case.acts] == [ev.Reply, ev.Exit]
 
 
 @each_place

@@ -201,6 +201,7 @@ def check_spawn(before: State, after: State, effects: list[ev.Effect]) -> None:
             assert before.intent != "stop"
             assert effect.attempt == before.durable.attempt + 1
             assert effect.resume_step <= after.history_step
+            assert max(after.durable.on_disk, default=0) <= effect.resume_step
 
 
 def check_replies(before: State, effects: list[ev.Effect]) -> None:
