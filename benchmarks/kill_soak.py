@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,13 +182,17 @@ def pidfd_of(pid: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def kill(descriptor: int) -> None:
-    """SIGKILL to that process, and its end awaited."""
-    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+def kill(descriptor: int) -> bool:
+    """SIGKILL to that process, and its end awaited; False where it had ended by itself."""
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
     gone = select.poll()
     gone.register(descriptor, select.POLLIN)
     if not gone.poll(10_000):
         raise TimeoutError("a killed process did not end")
+    return True
 
 
 # --- where a trainer is, by what it has written ---------------------------------------------------
@@ -266,15 +270,16 @@ class Marksman:
         aims = list(itertools.product(TARGETS, PHASES))
         rounds = -(-kills // len(aims))
         plan = [aim for _ in range(rounds) for aim in self._chance.sample(aims, len(aims))]
-        self._plan = plan[:kills]
+        self._plan = deque(plan[:kills])
         self._killed = 0  # the trainer that was killed last
         self._died_at = 0
 
     def work(self) -> None:
         """All kills, unless the run comes to its end before."""
-        for target, phase in self._plan:
+        while self._plan and self.run.ended() is None:
+            target, phase = self._plan.popleft()
             if not self._shoot(target, phase):
-                return
+                self._plan.append((target, phase))  # it ended by itself first
 
     def _shoot(self, target: str, phase: str) -> bool:
         pid = self._living()
@@ -283,19 +288,20 @@ class Marksman:
         with contextlib.suppress(ProcessLookupError), pidfd_of(pid) as descriptor:
             traces = Traces(self.run, self._attempt())
             if not self._aim(traces, descriptor, phase):
-                return self.run.ended() is None
+                return False
             found, step = traces.phase()
             if target != "trainer":
                 self.run.kill_supervisor()
             if target != "supervisor":
-                kill(descriptor)
+                if not kill(descriptor) and target == "trainer":
+                    return False
                 found, step = traces.phase()  # nothing moves any more
-            self.kills.append(Kill(target, phase, found, traces.attempt, step))
-            if target != "supervisor":
                 self._killed, self._died_at = pid, max(step, self._died_at)
+            self.kills.append(Kill(target, phase, found, traces.attempt, step))
             if target != "trainer":
                 self.run.start()
-        return True
+            return True
+        return False
 
     def _living(self) -> int | None:
         """The trainer, once there is one that was not killed; None when the run has ended."""

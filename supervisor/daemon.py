@@ -290,8 +290,8 @@ class Daemon:
 
     def _notice(self, now: float) -> None:
         """Checkpoints that no message announced: signal-only trainers, a link that was away."""
-        if self.state.phase not in ("running", "stopping"):
-            return
+        if self.state.phase in ("idle", "starting", "backoff"):
+            return  # the selection is at work on them, or will be
         for found in find(self.directory.checkpoints):
             known = found.step in self.state.durable.on_disk or found.step in self.state.verifying
             if found.manifest is not None and not known:

@@ -272,7 +272,8 @@ Bindings = dict[int, tuple[int, str]]
 
 def _append(ledger: Ledger, entries: Sequence[Entry], steps: Container[int]) -> Bindings:
     """Writes the history. By step, the binding (entries, SHA-256) of the newest entry of each of
-    `steps`, and of the last entry; taken on the way, while the ledger knows where they end."""
+    `steps`, of the last entry, and of some others; taken on the way, while the ledger knows where
+    they end."""
     wanted = {entry.step: end for end, entry in enumerate(entries, 1) if entry.step in steps}
     if entries:
         wanted[entries[-1].step] = len(entries)
@@ -281,8 +282,7 @@ def _append(ledger: Ledger, entries: Sequence[Entry], steps: Container[int]) -> 
     for end in sorted({*wanted.values(), *range(CHUNK_ENTRIES, len(entries), CHUNK_ENTRIES)}):
         ledger.append(entries[done:end])
         done, step = end, entries[end - 1].step
-        if wanted.get(step) == end:
-            bindings[step] = ledger.binding(step)
+        bindings[step] = ledger.binding(step)
     return bindings
 
 

@@ -140,6 +140,9 @@ def test_a_trainer_that_finished_alone_is_deduced(run: Run) -> None:
     (ended,) = run.records("attempt_ended")
     assert (ended["cause"], ended["step"]) == ("finished", 30)
     assert run.file_status()["deaths_without_progress"] == 0
+    # Every checkpoint that it made is on record, though nobody heard of it.
+    assert {r["step"] for r in run.records("checkpoint_committed")} == {10, 20, 30}
+    assert {r["step"] for r in run.records("checkpoint_verified")} == {10, 20, 30}
 
 
 def test_fc77_a_run_whose_supervisor_died_is_dead_for_readers_and_ends_in_a_cause(run: Run) -> None:

@@ -17,7 +17,7 @@ from faults import Faults
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supervisor import checkpoints, config, contract, journal, ledger
+from supervisor import checkpoints, client, config, contract, journal, ledger
 from supervisor import events as ev
 from supervisor import fork as forking
 from supervisor.contract import Entry, Json
@@ -146,11 +146,11 @@ def test_a_fork_of_a_trained_run_is_exact(run_home: Path) -> None:
     assert [entry.attempt for entry in child.history()] == [1] * 8 + [2] * 4
     assert child.checkpoints() == [8, 12]
     assert child.member(12, ".bin").read_bytes() == run.member(12, ".bin").read_bytes()
-    ours, theirs = child.manifest(12), run.manifest(12)
+    one, other = child.manifest(12), run.manifest(12)
     for component in contract.STATE_COMPONENTS:
         if component != "configuration":
-            assert ours.state[component] == theirs.state[component], component
-    assert ours.lineage == ((theirs.run_id, 8),)
+            assert one.state[component] == other.state[component], component
+    assert one.lineage == ((other.run_id, 8),)
     # What the copied steps ran on came along, so that a difference could be explained.
     training = json.loads((child.directory / "training.json").read_bytes())
     assert list(training) == ["attempt-0001", "attempt-0002"]
@@ -220,10 +220,10 @@ def test_a_parent_whose_lock_somebody_holds_without_a_socket_is_not_written(
 def test_a_refused_pin_stops_the_fork(
     parent: runs_kit.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any, id: str, **__: Any) -> forking.client.Answer:
-        return forking.client.Answer(id, "refused", "no checkpoint of step 10", {})
+    def refuse(*_: Any, id: str, **__: Any) -> client.Answer:
+        return client.Answer(id, "refused", "no checkpoint of step 10", {})
 
-    monkeypatch.setattr(forking.client, "ask", refuse)
+    monkeypatch.setattr(client, "ask", refuse)
     with pytest.raises(RunError, match=r"could not be pinned: no checkpoint of step 10"):
         forking.fork(parent.directory, 10, parent.home / "child")
     assert not (parent.home / "child").exists()
@@ -363,10 +363,10 @@ def test_a_fork_exists_as_a_whole_or_not_at_all(
     for the pin, and nothing of the child is there. In the end nothing is left to fail."""
     child = parent.home / "child"
 
-    def nobody(*_: Any, **__: Any) -> forking.client.Answer:
-        raise forking.client.NoSupervisor("nobody")
+    def nobody(*_: Any, **__: Any) -> client.Answer:
+        raise client.NoSupervisor("nobody")
 
-    monkeypatch.setattr(forking.client, "ask", nobody)  # which would wait a moment for somebody
+    monkeypatch.setattr(client, "ask", nobody)  # which would wait a moment for somebody
     faults = Faults(monkeypatch)
     for number in range(200):
         faults.failed = 0

@@ -131,7 +131,8 @@ def test_each_component_of_the_state_is_compared(runs: tuple[Run, Run], componen
     "fault", ["lost_entries", "manual_steps", "diverged_steps", "differing_bits"]
 )
 def test_every_fault_makes_the_verdict_a_bad_one(fault: str) -> None:
-    result = Result(seed=1, **{fault: 1})
+    result = Result(seed=1)
+    setattr(result, fault, 1)
     assert not result.clean
     assert "THE RUNS DIFFER" in kill_soak.table(result)
     assert result.to_json()["clean"] is False
@@ -153,13 +154,8 @@ def test_the_table_counts_by_target_and_phase() -> None:
     lines = kill_soak.table(result).splitlines()
     assert lines[0].split() == ["killed", "in", "trainer", "supervisor", "both", "all"]
     assert lines[1].split() == ["load", "2", "0", "0", "2"]
-    assert next(line for line in lines if line.startswith("exit")).split() == [
-        "exit",
-        "0",
-        "0",
-        "1",
-        "1",
-    ]
+    (exits,) = [line for line in lines if line.startswith("exit")]
+    assert exits.split() == ["exit", "0", "0", "1", "1"]
     assert "the run is the run that was never killed" in lines[-1]
     body = result.to_json()
     assert body["kills"] == 3

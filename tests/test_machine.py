@@ -1085,6 +1085,20 @@ def test_a_restart_that_had_to_be_killed_is_not_counted() -> None:
     assert case.place == ("starting", "merging")
 
 
+def test_a_new_attempt_inherits_neither_the_link_nor_the_kill_of_the_one_before() -> None:
+    case = Case().to_running()
+    case.ask("restart")
+    case.tick(RULES.grace_seconds)
+    case.feed(ev.Died)
+    case.hear("farewell", why="stopped", step=0)
+    case.reap(signal=9)
+    case.to_loading()
+    case.ask("stop", "s1")
+    assert case.acts == [ev.Signal("TERM")], "nobody has connected yet"
+    case.die(signal=9)
+    assert case.state.durable.last_exit.cause == "signal"  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("place", ["merging", "selecting", "spawning", "loading"])
 def test_a_restart_of_what_is_starting_is_answered_when_it_runs(place: str) -> None:
     case = PLACES[place]()

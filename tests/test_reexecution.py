@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 import struct
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -166,11 +167,11 @@ def test_interrupted_it_leaves_neither_a_process_nor_a_directory(
     run: TrainedRun, number: int
 ) -> None:
     """That no process is left is what every test here is checked for."""
-    process = runs_kit.subprocess.Popen(
+    process = subprocess.Popen(
         run.command("replay", str(run.directory), "--from", "0"),
         env=run.variables(),
-        stdout=runs_kit.subprocess.DEVNULL,
-        stderr=runs_kit.subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     runs_kit.wait_until(lambda: list(run.home.glob(".replay-*/logs/*.log")), "a trainer")
     process.send_signal(number)
@@ -295,7 +296,8 @@ def test_equal_receipts_and_checkpoints_are_counted_and_cleared_away(tmp_path: P
         replace(entry, attempt=1, time=9.9, step_seconds=9.9) for entry in stage.entries.values()
     ]
     assert not stage.write(*again[:4])
-    assert not stage.comparison.complete
+    half_way = stage.comparison.complete
+    assert not half_way
     stage.checkpoint(attempt=1, run_id="run-b", requests=(), reason="sigusr1")
     assert not stage.write(*again[4:])
     assert stage.comparison.complete
