@@ -167,6 +167,11 @@ def test_a_fork_of_a_fork_knows_all_its_ancestors(parent: runs_kit.Run) -> None:
     assert durable_of(early.directory).attempt == 2
 
 
+def test_no_ancestor_counts_beyond_the_fork() -> None:
+    parent = Durable(run_id="parent", lineage=(("older", 10), ("grandparent", 40)))
+    assert forking._lineage(parent, 20) == (("older", 10), ("grandparent", 20), ("parent", 20))
+
+
 # --- the parent -----------------------------------------------------------------------------------
 
 
