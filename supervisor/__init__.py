@@ -56,6 +56,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     6  doctor.py               what on this machine would get in the way of a run
     6  ledger_proof.py         one pass over a ledger that forgives nothing
     6  checkpoint_proof.py     the verdict on one checkpoint, and where it is damaged
+    6  repair.py               what may be done about damage: bad checkpoints set aside
     6  verify.py               a whole run, read back and compared with what was recorded
     6  history.py              exports of the history
     6  import_run.py           a run of another program becomes one of ours

@@ -71,11 +71,13 @@ def verify(run: str | None, repair: bool, as_json: bool) -> int:
     \b
     Exit code: 0 all proven, 1 something is damaged or missing (each with file and place).
     """
+    from supervisor import repair as repairing
     from supervisor import verify as proof
 
     directory = _open(run)
+    examine = repairing.repair if repair else proof.verify
     with _progress("verifying", proof.size_bytes(directory)) as advance:
-        report = proof.repair(directory, advance) if repair else proof.verify(directory, advance)
+        report = examine(directory, advance)
     if as_json:
         print_json(report.to_json())
     else:

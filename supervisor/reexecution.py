@@ -383,6 +383,10 @@ class Comparison:
         directories = (self._plan.directory.checkpoints, self._scratch.checkpoints)
         recorded, now = (_manifest(directory, step) for directory in directories)
         parts = differing_parts(recorded, now, *directories)
+        if _evaluated(recorded) != _evaluated(now):
+            # A stop was asked for and the evaluation left to the next life, which made it before
+            # its first step: only in between does the bandit not know of it.
+            parts = [part for part in parts if not part.name.startswith("bandit.")]
         if parts:
             before = self._environment_of(recorded.attempt, recorded)
             self._found(step, "checkpoint", tuple(parts), before)
@@ -396,6 +400,10 @@ class Comparison:
         """What that attempt read back: by its own line, else by a checkpoint."""
         found: Json = self._plan.environments.get(contract.attempt_stem(attempt or 0), {})
         return found or (manifest.state["environment"] if manifest is not None else {})
+
+
+def _evaluated(manifest: Manifest) -> object:
+    return manifest.state["detectors"].get("evaluated_step")
 
 
 def _shown(value: float | str | None) -> float | str | None:

@@ -402,6 +402,16 @@ def test_a_sampler_that_differs_is_told_by_its_field_and_briefly(tmp_path: Path)
     assert stage.report.difference.likely == "data"
 
 
+def test_an_evaluation_that_a_stop_put_off_is_no_difference(tmp_path: Path) -> None:
+    """The bandit learns from evaluations; one that was left to the next life is not in yet."""
+    stage = Stage(tmp_path)
+    bandit = {"kind": "ducb", "arms": {"prose": {"pulls": 4, "gate": 0.5}}}
+    looked = {"bandit": bandit, "detectors": {"evaluated_step": 4}}
+    stage.checkpoint(state=checkpoint_kit.state(4) | looked)
+    assert not stage.comparison.differs()
+    assert stage.report.checkpoints_compared == [4]
+
+
 def test_a_recorded_checkpoint_that_retention_removed_is_passed_by(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     shutil.rmtree(stage.run.checkpoints)

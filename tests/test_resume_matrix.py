@@ -520,6 +520,23 @@ def test_fc103_an_audit_leaves_modes_and_generators_as_they_were(
     assert texts[0][0] != texts[1][0]
 
 
+def test_a_run_that_is_made_longer_is_the_run_that_always_was(homes: Callable[[], Path]) -> None:
+    """The first target, off every cadence, was evaluated and sampled as a last step; the bandit,
+    which learns from evaluations, does not know of that."""
+    adaptive = {"policy": {"kind": "ducb", "window_pulls": 2}, "evaluation": {"every": 4}}
+    long = {"training": {"steps": STEPS, "schedule_steps": STEPS}}
+    short = {"training": {"steps": 10, "schedule_steps": STEPS}}
+    whole = kit.live(settings(homes, **adaptive, **long))
+    home = homes()
+    first = kit.live(settings(lambda: home, **adaptive, **short))
+    assert [line.step for line in kit.evaluations_of(first)] == [4, 8, 10]
+    second = kit.live(settings(lambda: home, **adaptive, **long), attempt=2)
+    assert_same_run(whole, first, second)
+    one, other = manifest_of(whole, STEPS).state, manifest_of(second, STEPS).state
+    for component in ("arms", "bandit", "rng", "targets_seen"):
+        assert one[component] == other[component], component
+
+
 class Scripted:
     """Held-out losses by step, in place of measured ones."""
 

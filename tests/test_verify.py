@@ -31,8 +31,9 @@ from supervisor.ledger import Ledger
 from supervisor.ledger_proof import Begin, Binding, LedgerProof, Problem, prove_ledger
 from supervisor.readback import Found
 from supervisor.readback import verify as read_back
+from supervisor.repair import repair
 from supervisor.rundir import LockHeld, RunDirectory, RunError
-from supervisor.verify import Report, repair, verify
+from supervisor.verify import Report, verify
 
 FLIPS = 40
 

@@ -10,7 +10,9 @@ Invariants:
   update are in the weights, and nothing of the next one is drawn.
 - One update: train mode, draw, zero gradients, forward, backward, norms, finite check, clip, step,
   count. A loss or gradient that is not finite ends the life before anything has changed.
-- An audit or an evaluation changes no bit of the state but the note that it was done.
+- An audit or an evaluation changes no bit of the state but the note that it was done, and an
+  evaluation of the cadence what the bandit knows. That of a last step off the cadence tells it
+  nothing: a run that is made longer goes on as if it had always been so long.
 - An audit that is due comes before the checkpoint of its step; somebody who wants the trainer to
   stop does not wait for it.
 """
@@ -273,8 +275,10 @@ class Loop:
 
     def _audit(self, final: bool) -> None:
         """Evaluation, then samples, where due and not done. Each gives up when a stop is wanted."""
-        evaluating = self._is_due(self.settings.evaluation.every, EVALUATED, final)
-        sampling = self._is_due(self.settings.samples.every, AUDITED, final)
+        evaluating = self._is_due(self._evaluation_cadence, EVALUATED, final)
+        sampling = self._is_due(
+            self.settings.samples.every or self.settings.checkpoint.every, AUDITED, final
+        )
         if evaluating:
             self.link.phase("evaluate")
             self._evaluate()
@@ -284,9 +288,12 @@ class Loop:
         if evaluating or sampling:
             self.link.phase("step")
 
-    def _is_due(self, every: int | None, name: str, final: bool) -> bool:
+    @property
+    def _evaluation_cadence(self) -> int:
+        return self.settings.evaluation.every or self.settings.checkpoint.every
+
+    def _is_due(self, every: int, name: str, final: bool) -> bool:
         step = self.step
-        every = every or self.settings.checkpoint.every
         return (final or step % every == 0) and self.training.detectors[name] < step
 
     def _evaluate(self) -> None:
@@ -311,11 +318,12 @@ class Loop:
         }
         loss = nats / sum(targets for _, targets in measured.values())
         self.training.take_evaluation(loss)
-        means = {name: one / targets for name, (one, targets) in measured.items()}
-        self.training.curriculum = curriculum.evaluated(
-            self.training.curriculum,
-            {name: mean for name, mean in means.items() if math.isfinite(mean)},
-        )
+        if self.step % self._evaluation_cadence == 0:
+            means = {name: one / targets for name, (one, targets) in measured.items()}
+            self.training.curriculum = curriculum.evaluated(
+                self.training.curriculum,
+                {name: mean for name, mean in means.items() if math.isfinite(mean)},
+            )
         self.link.record(EvaluationLine(self.step, self.life.attempt, loss, arms))
 
     def _heldout_loss(self, heldout: Windows) -> tuple[float, int] | None:
