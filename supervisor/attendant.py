@@ -20,6 +20,7 @@ from typing import Final
 
 from supervisor import child, contract
 from supervisor import events as ev
+from supervisor.archive import settings_name
 from supervisor.log import Log
 from supervisor.rundir import RunDirectory, take_trainer_lock
 
@@ -89,6 +90,12 @@ class Attendant:
             contract.ENV_EPOCH: str(effect.epoch),
             contract.ENV_RESUME_STEP: str(effect.resume_step),
         }
+        if effect.until_step is not None:
+            # A stretch of an epoch that no longer rules, under the settings it ruled with.
+            given[contract.ENV_UNTIL_STEP] = str(effect.until_step)
+            given[contract.ENV_SETTINGS] = str(
+                (self._directory.path / settings_name(effect.epoch)).resolve()
+            )
         try:
             self._child = child.spawn(
                 command,

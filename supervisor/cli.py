@@ -17,6 +17,7 @@ from supervisor import (
     __version__,
     control_commands,
     exactness_commands,
+    policy_commands,
     proof_commands,
     view_commands,
 )
@@ -71,6 +72,9 @@ for command in (
     control_commands.stop,
     control_commands.restart,
     control_commands.checkpoint,
+    policy_commands.pivot,
+    policy_commands.rollback,
+    policy_commands.policy,
     view_commands.status,
     view_commands.list_command,
     view_commands.logs,

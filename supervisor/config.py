@@ -59,10 +59,13 @@ __all__ = [
     "compare",
     "curriculum_policy",
     "dump",
+    "dump_policy",
     "load",
     "parameter_count",
     "parse",
+    "parse_toml",
     "policy_digest",
+    "read_toml",
     "resolve",
 ]
 
@@ -107,7 +110,7 @@ def load(
     file = Path(path)
     assignments, malformed = _split(overrides)
     layers = {
-        "file": _read(file),
+        "file": read_toml(file),
         "environment": _nest(_environment_assignments(environment or {})),
         "flag": _nest(assignments),
     }
@@ -140,7 +143,13 @@ def parse(tree: Mapping[str, Any], where: str) -> Settings:
     return settings
 
 
-def _read(file: Path) -> Json:
+def parse_toml(text: str, where: str) -> Settings:
+    """Settings out of what `dump` wrote. Raises ConfigError."""
+    return parse(tomllib.loads(text), where)
+
+
+def read_toml(file: Path) -> Json:
+    """The tables of a file, unchecked. Raises ConfigError where it is no TOML."""
     try:
         return tomllib.loads(file.read_bytes().decode())
     except OSError as error:
@@ -385,6 +394,11 @@ def resolve(settings: Settings, run_id: str) -> Settings:
 def dump(settings: Settings) -> str:
     """The TOML of all settings that have a value."""
     return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))
+
+
+def dump_policy(settings: Settings) -> str:
+    """The TOML of the policy alone, as a pivot would submit it."""
+    return tomli_w.dumps({"policy": settings.model_dump(mode="json", exclude_none=True)["policy"]})
 
 
 def policy_digest(settings: Settings) -> str:

@@ -64,6 +64,8 @@ ENV_ATTEMPT: Final = "SUPERVISOR_ATTEMPT"
 ENV_NONCE: Final = "SUPERVISOR_NONCE"
 ENV_EPOCH: Final = "SUPERVISOR_EPOCH"
 ENV_RESUME_STEP: Final = "SUPERVISOR_RESUME_STEP"
+ENV_SETTINGS: Final = "SUPERVISOR_SETTINGS"
+ENV_UNTIL_STEP: Final = "SUPERVISOR_UNTIL_STEP"
 ENV_LOCK_FD: Final = "SUPERVISOR_TRAINER_LOCK_FD"
 
 # --- names in a run directory ---
@@ -696,6 +698,7 @@ DOWN: Final[dict[str, _Schema]] = {
     "stop": {"id": (str, _REQUIRED), "at": (str, _REQUIRED)},
     "pause": {"id": (str, _REQUIRED)},
     "exit": {},
+    "resume": {},
     "who": {},
 }
 
@@ -705,6 +708,17 @@ ASK: Final[dict[str, _Schema]] = {
     "checkpoint": {"id": (str, _REQUIRED), "at": (str, _REQUIRED)},
     "stop": {"id": (str, _REQUIRED)},
     "restart": {"id": (str, _REQUIRED)},
+    "pivot": {
+        "id": (str, _REQUIRED),
+        "at": (str, _REQUIRED),
+        "epoch": (int, _REQUIRED),
+        "parent": (int, _REQUIRED),
+        "to_step": (int, _OPTIONAL),
+        "policy": (str, _REQUIRED),
+        "settings": (str, _REQUIRED),
+        "policy_digest": (str, _REQUIRED),
+        "reason": (str, _REQUIRED),
+    },
     "pin": {"id": (str, _REQUIRED), "step": (int, _REQUIRED), "why": (str, _REQUIRED)},
 }
 

@@ -19,7 +19,7 @@ import platform
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -27,7 +27,7 @@ from typing import Final
 import orjson
 import zmq
 
-from supervisor import __version__, contract, machine
+from supervisor import __version__, archive, contract, machine
 from supervisor import events as ev
 from supervisor.attendant import LOOK_INTERVAL_SECONDS, Attendant
 from supervisor.checkpoints import find
@@ -45,7 +45,7 @@ from supervisor.signals import Signals
 from supervisor.state import Rules, State, apply, fold
 from supervisor.status import compose
 from supervisor.wire import FromOperator, FromTrainer, Wire
-from supervisor.worker import Worker
+from supervisor.worker import Outcome, Worker
 
 RECEIPT_INTERVAL_SECONDS: Final = 0.25
 STATUS_INTERVAL_SECONDS: Final = 1.0
@@ -76,6 +76,7 @@ class Begin:
     wish: str | None
     request: str
     from_scratch: bool
+    pivot: Json | None = None
 
 
 class Daemon:
@@ -102,6 +103,7 @@ class Daemon:
         self._retry_at: float | None = None
         self._trouble = ""
         self._merging = False
+        self._jobs: dict[int, Callable[[Outcome], None]] = {}
         self._saved: list[ev.Heard] = []
         self._interrupts = 0
         self._usr1s = 0
@@ -187,6 +189,7 @@ class Daemon:
                 begin.wish,
                 begin.request,
                 begin.from_scratch,
+                begin.pivot,
             )
         )
         self._work_off()
@@ -239,6 +242,9 @@ class Daemon:
         self._gather_signals()
         now = time.monotonic()
         for outcome in self.worker.outcomes():
+            done = self._jobs.pop(outcome.ticket, None)
+            if done is not None:
+                done(outcome)
             self._committed(outcome.ticket, outcome.error)
         self.housekeeper.receive()
         messages = self.wire.receive()
@@ -393,11 +399,19 @@ class Daemon:
     def _perform(self, effect: ev.Effect) -> None:
         match effect:
             case ev.Merge():
-                self.recorder.merge_leftovers()
+                self.recorder.merge_leftovers(self.state.durable.begun)
                 self._merging = True
                 self._inbox.append(ev.Ticked(time.monotonic()))
             case ev.Select():
                 self.housekeeper.select(effect.ceiling)
+            case ev.Clear():
+                self.housekeeper.clear(effect.base_step)
+            case ev.Archive():
+                self._archive(effect)
+            case ev.Regenerate():
+                self._regenerate()
+            case ev.Sweep():
+                self._sweep()
             case ev.Spawn():
                 self._spawn(effect)
             case ev.Adopt():
@@ -431,12 +445,63 @@ class Daemon:
         return {**result, "path": str(path.resolve())}
 
     def _retain(self, newest_verified: int) -> None:
+        durable = self.state.durable
+        pins = set(durable.pins)
+        if durable.pivot is not None and durable.pivot.to_step is not None:
+            pins.add(durable.pivot.to_step)
         self.housekeeper.retain(
             self.options.keep_last,
             self.options.keep_every,
-            self.state.durable.pins,
-            self.state.durable.verified | {newest_verified},
+            pins,
+            durable.verified | {newest_verified},
         )
+
+    # --- the files of a pivot ---
+
+    def _archive(self, effect: ev.Archive) -> None:
+        new_epoch = len(self.state.durable.epochs) + 1
+        sidecars = self.recorder.take_files()  # the selection has just brought one up to date
+
+        def job() -> str:
+            for path, content in sidecars.items():
+                replace_file(path, content)
+            return archive.write_archive(self.directory, self.ledger, effect, new_epoch)
+
+        def done(outcome: Outcome) -> None:
+            if outcome.error is not None:
+                self.recorder.give_back(None, sidecars)
+            problem = f"the archive could not be written: {outcome.error}" if outcome.error else ""
+            name = outcome.result or ""
+            self._inbox.append(ev.Archived(time.monotonic(), effect.base_step, name, problem))
+
+        self._jobs[self.worker.submit(job)] = done
+
+    def _sweep(self) -> None:
+        durable = self.state.durable
+        names = [epoch.archive for epoch in durable.epochs if epoch.archive]
+
+        def job() -> None:
+            archive.sweep(self.directory, names, len(durable.epochs))
+
+        def done(outcome: Outcome) -> None:
+            self._alarm("sweep", str(outcome.error) if outcome.error else "")
+
+        self._jobs[self.worker.submit(job)] = done
+
+    def _regenerate(self) -> None:
+        """run.toml, the policies and the sidecars as the journal says they are, all of which a
+        crash may have left as they were before the commit."""
+        durable = self.state.durable
+        ruling = durable.epochs[-1]
+        self.recorder.begin_epoch(ruling.number, ruling.base_step, ruling.policy_digest)
+        on_record = dict(durable.stored)
+        for name, text in archive.epoch_files(durable):
+            sha256 = contract.digest(text.encode())
+            path = self.directory.path / name
+            if on_record.get(name) != sha256:
+                self._remember(ev.FileStored(name, sha256))
+            if not path.exists() or path.read_bytes() != text.encode():
+                self.recorder.store(path, text.encode())
 
     def _spawn(self, effect: ev.Spawn) -> None:
         self.wire.expect(effect.attempt, effect.nonce)
@@ -528,4 +593,5 @@ def _asked(now: float, verb: str, content: Json) -> ev.Asked:
         content.get("at", "now"),
         step=content.get("step", 0),
         why=content.get("why", ""),
+        content={"to_step": None, **content} if verb == "pivot" else {},
     )

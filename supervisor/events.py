@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Final
 
 from supervisor.contract import ContractError, ExitLine, Json
@@ -24,6 +24,8 @@ class RunCreated:
     run: str
     target_step: int
     policy_digest: str
+    settings: str = ""  # the effective settings, as TOML
+    policy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class SettingsChanged:
 
     changes: dict[str, list[Any]]
     target_step: int
+    settings: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class AttemptStarted:
     nonce: str
     resume_step: int
     epoch: int
+    until_step: int | None = None  # the base of a later epoch, where this one's steps end
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +177,43 @@ class CheckpointsRemoved:
 
 
 @dataclass(frozen=True, slots=True)
+class PivotIntended:
+    """What the operator wants; nothing has changed yet. `policy` is the file as submitted,
+    `settings` the effective settings under it. `to_step` is the base of a rollback; `parent` the
+    epoch that the new one follows."""
+
+    request: str
+    at: str
+    to_step: int | None
+    parent: int
+    policy: str
+    settings: str
+    policy_digest: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PivotAborted:
+    request: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySwitched:
+    """The commit of a pivot. Every step from base_step + 1 on belongs to `epoch`."""
+
+    request: str
+    epoch: int
+    parent: int
+    base_step: int
+    policy: str
+    settings: str
+    policy_digest: str
+    archive: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluated:
     step: int
     loss: float | str
@@ -247,6 +288,9 @@ Record = (
     | CheckpointQuarantined
     | CheckpointsSuperseded
     | CheckpointsRemoved
+    | PivotIntended
+    | PivotAborted
+    | PolicySwitched
     | Evaluated
     | ReplayDiverged
     | FileRepaired
@@ -279,11 +323,11 @@ def record_from_json(line: Json) -> Record | None:
     cls = RECORDS.get(line.get("record", ""))
     if cls is None:
         return None
-    names = [f.name for f in fields(cls)]
-    missing = [name for name in names if name not in line]
+    required = [f.name for f in fields(cls) if f.default is MISSING]
+    missing = [name for name in required if name not in line]
     if missing:
         raise ContractError(f"journal record {line.get('record')} {line.get('seq')}: no {missing}")
-    return cls(**{name: line[name] for name in names})
+    return cls(**{f.name: line[f.name] for f in fields(cls) if f.name in line})
 
 
 # --- events ---
@@ -313,6 +357,7 @@ class Opened:
     wish: str | None
     request: str
     from_scratch: bool = False
+    pivot: Json | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +377,7 @@ class Asked:
     operator: bool = True
     step: int = 0
     why: str = ""
+    content: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +464,25 @@ class Selected:
     reason: str = ""
     requests: tuple[str, ...] = ()
     rejected: tuple[tuple[int, str, str], ...] = ()
-    superseded: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Nothing stands above the base any more; `superseded` was moved out of the way."""
+
+    now: float
+    base_step: int
+    superseded: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Archived:
+    """What the pivot sets aside is in archive/`name`, durable; or `problem` says why not."""
+
+    now: float
+    base_step: int
+    name: str
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,6 +527,8 @@ Event = (
     | Reaped
     | Merged
     | Selected
+    | Cleared
+    | Archived
     | Verified
     | Removed
     | Broken
@@ -485,10 +551,36 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Select:
-    """Find the newest valid checkpoint at most at `ceiling`, set aside what is above and what is
-    bad; answer with Selected."""
+    """Find the newest valid checkpoint at most at `ceiling`, set aside what is bad; answer with
+    Selected."""
 
     ceiling: int
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Move every checkpoint above the base out of the way and sweep leftovers; then Cleared."""
+
+    base_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """Set samples, state, policy and the reason aside, and store the new policy; Archived."""
+
+    epoch: int
+    base_step: int
+    pivot: PivotIntended
+
+
+@dataclass(frozen=True, slots=True)
+class Regenerate:
+    """Bring run.toml and the sidecars to the epoch on record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Remove what an uncommitted pivot left in archive/ and policies/."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,6 +589,7 @@ class Spawn:
     nonce: str
     resume_step: int
     epoch: int
+    until_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -561,6 +654,10 @@ Effect = (
     Append
     | Merge
     | Select
+    | Clear
+    | Archive
+    | Regenerate
+    | Sweep
     | Spawn
     | Adopt
     | Send

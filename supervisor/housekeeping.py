@@ -62,27 +62,29 @@ class Housekeeper:
         self._verifier.close()
 
     def select(self, ceiling: int) -> None:
-        """The newest valid checkpoint; then what stands above it is set aside and what dead
-        attempts left behind is swept away."""
+        """The newest valid checkpoint at most at `ceiling`; a bad one is moved to quarantine."""
 
         def selected(reply: Reply) -> None:
             result = _demand(reply)
-            above = 0 if result["chosen"] is None else result["chosen"]["step"]
-
-            def superseded(reply: Reply) -> None:
-                moved = sorted({step for step, _ in _demand(reply)["moved"]})
-
-                def cleaned(reply: Reply) -> None:
-                    _demand(reply)
-                    if result["chosen"] is not None:
-                        self._seen(result["chosen"])
-                    self._emit(_selection(result, tuple(moved)))
-
-                self._ask(cleaned, "clean")
-
-            self._ask(superseded, "supersede", above_step=above)
+            if result["chosen"] is not None:
+                self._seen(result["chosen"])
+            self._emit(_selection(result))
 
         self._ask(selected, "select", ceiling=ceiling, time=time.time(), **self._identity)
+
+    def clear(self, base_step: int) -> None:
+        """Sets aside what stands above the base and sweeps away what dead attempts left behind."""
+
+        def superseded(reply: Reply) -> None:
+            moved = sorted({step for step, _ in _demand(reply)["moved"]})
+
+            def cleaned(reply: Reply) -> None:
+                _demand(reply)
+                self._emit(ev.Cleared(time.monotonic(), base_step, tuple(moved)))
+
+            self._ask(cleaned, "clean")
+
+        self._ask(superseded, "supersede", above_step=base_step)
 
     def verify(self, step: int) -> None:
         def verified(reply: Reply) -> None:
@@ -127,12 +129,12 @@ def _demand(reply: Reply) -> Json:
     return reply.result
 
 
-def _selection(result: Json, superseded: tuple[int, ...]) -> ev.Selected:
+def _selection(result: Json) -> ev.Selected:
     now = time.monotonic()
     rejected = tuple((step, reason, str(moved)) for step, reason, moved in result["rejected"])
     chosen = result["chosen"]
     if chosen is None:
-        return ev.Selected(now, None, rejected=rejected, superseded=superseded)
+        return ev.Selected(now, None, rejected=rejected)
     return ev.Selected(
         now,
         chosen["step"],
@@ -142,7 +144,6 @@ def _selection(result: Json, superseded: tuple[int, ...]) -> ev.Selected:
         chosen["reason"],
         tuple(chosen["requests"]),
         rejected,
-        superseded,
     )
 
 

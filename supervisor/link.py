@@ -44,6 +44,8 @@ class Life:
     resume_step: int | None
     supervised: bool
     lock_fd: int | None = None
+    settings_file: Path | None = None
+    until_step: int | None = None
 
 
 def life_from_environment(environment: Mapping[str, str]) -> Life | None:
@@ -66,6 +68,7 @@ def life_from_environment(environment: Mapping[str, str]) -> Life | None:
             raise ContractError(f"environment {name}: missing beside {contract.ENV_ATTEMPT}")
         return value
 
+    settings = environment.get(contract.ENV_SETTINGS)
     return Life(
         run_directory=Path(text(contract.ENV_RUN_DIRECTORY)),
         attempt=integer(contract.ENV_ATTEMPT),
@@ -74,6 +77,8 @@ def life_from_environment(environment: Mapping[str, str]) -> Life | None:
         resume_step=integer(contract.ENV_RESUME_STEP),
         supervised=True,
         lock_fd=integer(contract.ENV_LOCK_FD),
+        settings_file=Path(settings) if settings else None,
+        until_step=integer(until) if (until := contract.ENV_UNTIL_STEP) in environment else None,
     )
 
 
@@ -109,6 +114,7 @@ class Link:
         self._stop: dict[str, str] = {}
         self._pause: str | None = None
         self._exit_now = False
+        self._resume_now = False
         self._served: dict[str, dict[str, Any]] = {}  # request -> the message that it was served
         self._previous_handlers: dict[int, Any] = {}
         self._terms = 0
@@ -256,6 +262,8 @@ class Link:
                     self._send("seen", id=content["id"])
                 case "exit":
                     self._exit_now = True
+                case "resume":
+                    self._resume_now = True
                 case "who" if self._hello is not None:
                     self._say("hello", self._hello)
 
@@ -302,16 +310,18 @@ class Link:
 
     def paused(self, step: int, request: str) -> None:
         self._pause = None
+        self._resume_now = False
         self._send("paused", step=step, id=request)
 
     def wait_for_exit(self, timeout_seconds: float) -> bool:
-        """While paused: True when told to exit, False when the wait ran out: train on."""
+        """While paused: True when told to exit; False when told to go on, or when nobody says
+        anything for this long: then training goes on too."""
         deadline = time.monotonic() + timeout_seconds
         while not self._exit_now and self._terms == 0:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return False
-            if self._socket is None:
+            if self._socket is None or self._resume_now:
                 return False
             self._socket.poll(int(min(remaining, 0.1) * 1000))
             self.poll()

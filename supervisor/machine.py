@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Final
 
 from supervisor import events as ev
-from supervisor import moves
+from supervisor import moves, pivoting
 from supervisor.contract import Json
 from supervisor.state import CAUSE_OF_CODE, PHASES, Impossible, Pending, Rules, State, Turn
 
@@ -40,8 +40,10 @@ def _opened(turn: Turn, event: ev.Event) -> None:
         turn.append(ev.Wished(event.wish, event.request))
     wish = turn.state.durable.wish
     answered = any(reply.id == event.request for reply in turn.state.durable.replies)
-    if wish == "stop" and event.request and not answered:
+    if wish == "stop" and event.request and not answered and event.pivot is None:
         turn.set(stop_ids=(event.request,))
+    pivoting.forget_unfinished(turn)
+    turn.do(ev.Sweep(), ev.Regenerate())
     strangers = [holder for holder in event.holders if not holder.ours]
     ours = [holder for holder in event.holders if holder.ours and holder.leader]
     if strangers:
@@ -49,6 +51,10 @@ def _opened(turn: Turn, event: ev.Event) -> None:
         moves.end(
             turn, "stuck", f"trainer.lock is held by process {named}, which is not provably ours"
         )
+    elif event.pivot is not None and not pivoting.begin_unsupervised(
+        turn, event.request, event.pivot, ours[0].pid if ours else None
+    ):
+        return
     elif ours:
         _adopt(turn, ours[0].pid, wish)
     elif turn.state.durable.open is not None:
@@ -79,7 +85,7 @@ def _merged(turn: Turn, event: ev.Event) -> None:
         moves.end(turn, "stopped", "stopped as asked")
         return
     turn.set(stage="selecting")
-    turn.do(ev.Select(ceiling=event.step))
+    turn.do(ev.Select(ceiling=pivoting.ceiling(turn)))
 
 
 def _selected(turn: Turn, event: ev.Event) -> None:
@@ -87,19 +93,18 @@ def _selected(turn: Turn, event: ev.Event) -> None:
     for step, reason, moved_to in event.rejected:
         turn.append(ev.CheckpointQuarantined(step, reason, moved_to))
         turn.append(ev.Alarmed("checkpoint_quarantined", f"step {step}: {reason}"))
-    above = event.step or 0
-    # Also what was set aside by a life that was killed before it could say so.
-    gone = {*event.superseded, *(step for step in turn.state.durable.on_disk if step > above)}
-    if gone:
-        turn.append(ev.CheckpointsSuperseded(above, sorted(gone)))
     if event.step is not None:
         moves.commit(
             turn, event.step, event.attempt, event.reason, event.requests, event.binary_digest
         )
         if event.step not in turn.state.durable.verified:
             turn.append(ev.CheckpointVerified(event.step, event.sha256))
+    if pivoting.wanted_here(turn) and pivoting.selected(turn, event.step):
+        return
     durable = turn.state.durable
-    if event.step is not None and event.step >= durable.target_step:
+    if turn.state.alone:
+        moves.end(turn, durable.outcome or "stopped", "not pivoted")
+    elif event.step is not None and event.step >= durable.target_step:
         turn.append(ev.RunFinished(event.step))
         moves.end(turn, "finished", f"reached step {event.step}")
     elif moves.stop_wanted(turn):
@@ -116,7 +121,23 @@ def _selected(turn: Turn, event: ev.Event) -> None:
         # it has finished and the checkpoints say that it has not.
         moves.give_up(turn)
     else:
-        moves.spawn(turn, event.step or 0)
+        moves.clear(turn, event.step or 0)
+
+
+def _cleared(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Cleared)
+    # Also what was set aside by a life that was killed before it could say so.
+    above = {step for step in turn.state.durable.on_disk if step > event.base_step}
+    if gone := {*event.superseded, *above}:
+        turn.append(ev.CheckpointsSuperseded(event.base_step, sorted(gone)))
+    if event.base_step and event.base_step not in turn.state.durable.on_disk:
+        moves.start(turn)  # a read-back that was under way found it damaged after all
+    elif turn.state.alone:
+        moves.end(turn, "stopped", "pivoted; `supervisor start` trains under the new policy")
+    elif moves.stop_wanted(turn):
+        moves.end(turn, "stopped", "stopped as asked")
+    else:
+        moves.spawn(turn, event.base_step)
 
 
 def _spawned(turn: Turn, event: ev.Event) -> None:
@@ -148,26 +169,29 @@ def _heard(turn: Turn, event: ev.Event) -> None:
     content = event.content
     if turn.state.phase == "starting" and turn.state.stage != "loading":
         return  # late news of the attempt before; what it saved is found by the selection
-    turn.set(linked=True)
+    turn.set(linked=True, unlinked_until=None)
     match event.verb:
         case "hello":
             turn.set(step=max(turn.state.step, content["step"]))
             if turn.state.phase == "starting":
                 moves.ready(turn)
+                pivoting.ready(turn)
             elif turn.state.phase == "stopping":
                 moves.repeat_stop(turn)
             else:
                 moves.forward_requests(turn, again=True)
+                pivoting.advance(turn)
         case "phase":
             turn.set(trainer_phase=content["phase"])
         case "step":
             turn.set(step=max(turn.state.step, content["step"]), trainer_phase="step")
+            pivoting.progressed(turn)
         case "seen":
             _seen(turn, content["id"])
         case "saved":
             _saved(turn, content)
         case "paused":
-            pass  # nobody asks for a pause yet; without an answer it trains on after a while
+            pivoting.paused(turn, content)
         case "farewell":
             turn.set(trainer_phase="exit")
     moves.rearm(turn)
@@ -182,6 +206,9 @@ def _recorded(turn: Turn, event: ev.Event) -> None:
     )
     if turn.state.phase == "starting" and turn.state.stage == "loading":
         moves.ready(turn)
+        pivoting.ready(turn)
+    else:
+        pivoting.progressed(turn)
 
 
 def _seen(turn: Turn, id: str) -> None:
@@ -270,7 +297,8 @@ def _asked(turn: Turn, event: ev.Event) -> None:
         turn.do(ev.Reply(known.id, known.outcome, known.why, known.result))
         return
     waiting = {request.id for request in turn.state.checkpoints}
-    if event.id in waiting or event.id in (*turn.state.stop_ids, *turn.state.restart_ids):
+    state = turn.state
+    if event.id in waiting | {*state.stop_ids, *state.restart_ids, *state.pivot_ids}:
         return
     _VERBS[event.verb](turn, event)
 
@@ -352,6 +380,7 @@ _VERBS: Final[dict[str, Callable[[Turn, ev.Asked], None]]] = {
     "stop": _ask_stop,
     "restart": _ask_restart,
     "pin": _ask_pin,
+    "pivot": pivoting.ask,
     "hasten": _ask_hasten,
     "kill": _ask_kill,
 }
@@ -371,16 +400,8 @@ def _tick(turn: Turn, event: ev.Event) -> None:
             turn.set(why=f"no hello within {turn.rules.start_seconds:g} s of its start")
             moves.begin_kill(turn, "kill")
         case "running":
-            turn.do(ev.Signal("USR1"))
-            turn.set(
-                checkpoints=tuple(
-                    request
-                    if request.sent_at is None or request.seen
-                    else replace(request, sent_at=turn.now)
-                    for request in state.checkpoints
-                )
-            )
-            moves.rearm(turn)
+            moves.remind(turn)
+            pivoting.progressed(turn)
         case "stopping" if turn.now >= state.force_at:
             moves.kill(turn)
         case "stopping":
@@ -418,7 +439,7 @@ def judge(event: ev.Reaped, asked_to_stop: bool, killed_by_us: bool) -> str:
 def _reaped(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Reaped)
     state = turn.state
-    cause = judge(event, state.intent in ("stop", "restart"), state.escalation == "killed")
+    cause = judge(event, state.intent in ("stop", "restart", "pivot"), state.escalation == "killed")
     line = event.exit_line
     message = state.why or event.message or (line.message if line is not None else "")
     turn.set(history_step=event.step, step=event.step, trainer_pid=None, trainer_phase="", why="")
@@ -467,6 +488,8 @@ _ROWS: Final[dict[str, dict[type, Handler]]] = {
         ev.Recorded: _recorded,
         ev.Merged: _merged,
         ev.Selected: _selected,
+        ev.Cleared: _cleared,
+        ev.Archived: pivoting.archived,
         ev.Spawned: _spawned,
         ev.SpawnFailed: _spawn_failed,
         ev.Died: _died,

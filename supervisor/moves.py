@@ -4,8 +4,8 @@ What may live here: functions that change a turn's state and add effects, called
 event. Which event leads to which move is decided in `machine`.
 
 Invariants:
-- There is one way to a running trainer: merge, select, spawn. Crash, restart and first start all
-  take it.
+- There is one way to a running trainer: merge, select, clear, spawn. Crash, restart, pivot and
+  first start all take it.
 - A spawn follows its AttemptStarted in the same decision, so it is on disk before the process is.
 """
 
@@ -15,8 +15,8 @@ import hashlib
 from dataclasses import replace
 
 from supervisor import events as ev
-from supervisor.contract import ExitCode
-from supervisor.state import AT_ONCE, PERMANENT, UNPLANNED, Turn
+from supervisor.contract import ExitCode, Json
+from supervisor.state import AT_ONCE, PERMANENT, UNPLANNED, Epoch, Pending, Turn
 
 
 def start(turn: Turn) -> None:
@@ -27,12 +27,19 @@ def start(turn: Turn) -> None:
     turn.do(ev.Merge())
 
 
+def clear(turn: Turn, base_step: int) -> None:
+    """The base is decided: nothing may stand above it when the trainer begins."""
+    turn.set(stage="clearing")
+    turn.do(ev.Clear(base_step))
+
+
 def spawn(turn: Turn, resume_step: int) -> None:
     durable = turn.state.durable
+    owner, until_step = durable.owner(resume_step)
     attempt = durable.attempt + 1
     word = f"{durable.run_id}:{turn.state.life}:{attempt}"
     nonce = hashlib.sha256(word.encode()).hexdigest()[:16]
-    turn.append(ev.AttemptStarted(attempt, nonce, resume_step, durable.epoch))
+    turn.append(ev.AttemptStarted(attempt, nonce, resume_step, owner.number, until_step))
     turn.set(
         stage="spawning",
         step=resume_step,
@@ -40,8 +47,9 @@ def spawn(turn: Turn, resume_step: int) -> None:
         linked=False,
         trainer_pid=None,
         escalation="",
+        unlinked_until=None,
     )
-    turn.do(ev.Spawn(attempt, nonce, resume_step, durable.epoch))
+    turn.do(ev.Spawn(attempt, nonce, resume_step, owner.number, until_step))
 
 
 def ready(turn: Turn) -> None:
@@ -54,7 +62,9 @@ def ready(turn: Turn) -> None:
 
 
 def stop_wanted(turn: Turn) -> bool:
-    return turn.state.intent == "stop" or turn.state.durable.wish == "stop"
+    """A life for one pivot ends anyhow: it may come to a run whose operator wants it stopped."""
+    wished = turn.state.durable.wish == "stop" and not turn.state.alone
+    return wished or turn.state.intent == "stop"
 
 
 def begin_stop(turn: Turn, intent: str) -> None:
@@ -114,15 +124,41 @@ def forward_requests(turn: Turn, again: bool = False) -> None:
 
 
 def rearm(turn: Turn) -> None:
-    """In `running` the deadline is the moment the first unseen request falls back to a signal."""
-    if turn.state.phase != "running":
+    """In `running` the deadline is the moment that the first thing unseen falls back to a signal:
+    a request, or a pivot that no link could be told of."""
+    state = turn.state
+    if state.phase != "running":
         return
-    unseen = [
+    moments = [
         request.sent_at + turn.rules.signal_after_seconds
-        for request in turn.state.checkpoints
+        for request in state.checkpoints
         if request.sent_at is not None and not request.seen
     ]
-    turn.set(deadline=min(unseen, default=None))
+    if state.unlinked_until is not None:
+        moments.append(state.unlinked_until)
+    turn.set(deadline=min(moments, default=None))
+
+
+def remind(turn: Turn) -> None:
+    """A signal to a trainer that has not said that it saw a request in time; and again, later."""
+
+    def late(request: Pending) -> bool:
+        sent_at = request.sent_at
+        return (
+            sent_at is not None
+            and not request.seen
+            and turn.now >= sent_at + turn.rules.signal_after_seconds
+        )
+
+    waiting = turn.state.checkpoints
+    if any(late(request) for request in waiting):
+        turn.do(ev.Signal("USR1"))
+    turn.set(
+        checkpoints=tuple(
+            replace(request, sent_at=turn.now) if late(request) else request for request in waiting
+        )
+    )
+    rearm(turn)
 
 
 def refuse_checkpoints(turn: Turn, why: str) -> None:
@@ -156,7 +192,7 @@ def ended(
     go_on: bool = True,
 ) -> None:
     durable = turn.state.durable
-    planned = turn.state.intent in ("stop", "restart")
+    planned = turn.state.intent in ("stop", "restart", "pivot")
     # Who says "finished" without a checkpoint at the target would be started again for ever.
     finished = cause == "finished" and (durable.best_checkpoint or 0) >= durable.target_step
     charged = cause == "finished" or (cause in UNPLANNED and cause != "again")
@@ -173,9 +209,15 @@ def ended(
 
 
 def after(turn: Turn, cause: str, message: str) -> None:
+    pivot = turn.state.durable.pivot
+    # A rollback asks nothing of the trainer, so a trainer that dies is as good as one that leaves.
+    left = turn.state.alone or turn.state.intent == "pivot"
     if stop_wanted(turn):
         end(turn, "stopped", stop_reason(turn, cause))
-    elif turn.state.intent == "restart" or turn.state.restart_ids or cause in AT_ONCE:
+    elif pivot is not None and (left or pivot.to_step is not None):
+        turn.set(pivoting=True)
+        start(turn)
+    elif turn.state.intent in ("restart", "pivot") or turn.state.restart_ids or cause in AT_ONCE:
         start(turn)
     elif cause in PERMANENT:
         fail(turn, f"{PERMANENT[cause]}: {message}" if message else PERMANENT[cause])
@@ -213,12 +255,21 @@ def back_off(turn: Turn) -> None:
 
 
 def fail(turn: Turn, reason: str) -> None:
+    durable = turn.state.durable
+    base_step = durable.epochs[-1].base_step
+    begun = durable.best_checkpoint != base_step
+    if durable.epoch > 1 and not begun and base_step in durable.on_disk:
+        reason += (
+            f"; no checkpoint of epoch {durable.epoch} is there yet:"
+            f" `supervisor rollback --to-step {base_step}` goes back to the policy before it"
+        )
     turn.append(ev.RunFailed(reason))
     end(turn, "failed", reason)
 
 
 def end(turn: Turn, phase: str, reason: str) -> None:
     """The end of this life of the supervisor, with every waiting operator answered."""
+    give_up_pivot(turn, f"the supervisor ends ({phase}): {reason}")
     refuse_checkpoints(turn, f"the supervisor ends ({phase})")
     turn.append(ev.SupervisorEnded(phase, reason))
     newest = max(turn.state.durable.on_disk, default=None)
@@ -229,3 +280,37 @@ def end(turn: Turn, phase: str, reason: str) -> None:
     turn.set(phase=phase, stage="", deadline=None, why=reason, stop_ids=(), restart_ids=())
     code = ExitCode.OK if phase in ("stopped", "finished") else ExitCode.FAILED
     turn.do(ev.Exit(int(ExitCode.FORCED if turn.state.forced else code), reason))
+
+
+def abort_pivot(turn: Turn, why: str) -> None:
+    pivot = turn.state.durable.pivot
+    assert pivot is not None
+    turn.append(ev.PivotAborted(pivot.request, why))
+    turn.answer(pivot.request, "pivot", "refused", why)
+    waiting = tuple(id for id in turn.state.pivot_ids if id != pivot.request)
+    turn.set(pivot_ids=waiting, pivoting=False)
+
+
+def give_up_pivot(turn: Turn, why: str) -> None:
+    """This life ends: a pivot that is not committed is aborted, one that is has its answer."""
+    answer_pivots(turn, "" if turn.state.alone else why)
+    if turn.state.durable.pivot is not None:
+        abort_pivot(turn, why)
+
+
+def answer_pivots(turn: Turn, why: str = "") -> None:
+    """Who waits for a pivot that is committed. `why`: what became of the run right after it."""
+    done = {epoch.request: epoch for epoch in turn.state.durable.epochs}
+    for id in turn.state.pivot_ids:
+        if id in done:
+            turn.answer(id, "pivot", "done", why, **pivot_result(done[id]))
+    turn.set(pivot_ids=tuple(id for id in turn.state.pivot_ids if id not in done))
+
+
+def pivot_result(epoch: Epoch) -> Json:
+    return {
+        "epoch": epoch.number,
+        "base_step": epoch.base_step,
+        "first_step": epoch.base_step + 1,
+        "archive": epoch.archive,
+    }

@@ -145,6 +145,13 @@ def describe(record: ev.Record) -> str:
             return f"checkpoint at step {record.step} ({record.reason})"
         case ev.CheckpointQuarantined():
             return f"checkpoint at step {record.step} set aside: {record.reason}"
+        case ev.PivotIntended():
+            where = f"back to step {record.to_step}" if record.to_step else f"at: {record.at}"
+            return f"pivot {record.request} is wanted ({where})"
+        case ev.PivotAborted():
+            return f"pivot {record.request} given up, the old policy stays: {record.why}"
+        case ev.PolicySwitched():
+            return f"epoch {record.epoch} begins with step {record.base_step + 1}"
         case ev.Evaluated():
             return (
                 f"step {record.step}: held-out loss {record.loss:.4f} nats"

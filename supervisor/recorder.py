@@ -108,13 +108,20 @@ class Recorder:
         if ledger.last is not None:
             self.gauge.take(ledger.last)
         self.evaluated_step = 0
+        self.epoch = 1
+        self._base_step = 0
         self.exit_line: ExitLine | None = None
         self.trouble = ""
 
     @property
     def history_step(self) -> int:
-        """The last step of the canonical history, synced or not."""
-        return self._ledger.last.step if self._ledger.last is not None else 0
+        """The last step of the canonical history, synced or not. What an earlier epoch recorded
+        beyond the base of the ruling one is a branch that was left."""
+        last = self._ledger.last
+        if last is None:
+            return 0
+        ours = (last.epoch or 1) >= self.epoch
+        return last.step if ours else min(last.step, self._base_step)
 
     @property
     def verified_steps(self) -> int:
@@ -160,11 +167,17 @@ class Recorder:
         self._file = _File(attempt, path, base, epoch)
         self.exit_line = None
 
-    def merge_leftovers(self) -> None:
-        """Queues every receipt file that is there, in the order of the attempts."""
+    def merge_leftovers(self, begun: ev.AttemptStarted | None = None) -> None:
+        """Queues every receipt file that is not merged, in the order of the attempts. `begun` is
+        the newest attempt on record: all before it were merged when it began; those after it are
+        of a trainer that was alone, whose first entry tells where it began."""
         current = self._file.attempt if self._file is not None else None
         for attempt, path in self._directory.receipt_files():
-            if attempt != current:
+            if attempt == current or (begun is not None and attempt < begun.attempt):
+                continue
+            if begun is not None and attempt == begun.attempt:
+                self._waiting.append(_File(attempt, path, begun.resume_step, begun.epoch))
+            else:
                 self._waiting.append(_File(attempt, path, None, 1))
 
     def forget_before(self, attempt: int) -> None:
@@ -321,6 +334,8 @@ class Recorder:
 
     def remember_bandit(self, checkpoint: Json) -> None:
         """The bandit as a verified checkpoint holds it: the operator's view in state.json."""
+        if checkpoint["epoch"] is not None and checkpoint["epoch"] < self.epoch:
+            return  # a pivot's base: its bandit belongs to the policy that was left
         self._files[self._directory.state] = _dump(
             {
                 "step": checkpoint["step"],
@@ -331,6 +346,30 @@ class Recorder:
                 "arms": checkpoint["arms"],
             }
         )
+
+    def begin_epoch(self, epoch: int, base_step: int, policy_digest: str) -> None:
+        """Samples and state are those of one epoch; what an earlier one left is in its archive."""
+        self.epoch, self._base_step = epoch, base_step
+        kept = [row for row in self._samples if row.get("epoch", epoch) >= epoch]
+        if len(kept) != len(self._samples):
+            self._samples = kept
+            self._files[self._directory.samples] = _dump(kept)
+        state = _object(read_json(self._directory.state), self._directory.state)
+        if state and state.get("epoch") != epoch:
+            self._files[self._directory.state] = _dump(
+                {
+                    "step": base_step,
+                    "epoch": epoch,
+                    "policy_digest": policy_digest,
+                    "targets_seen": None,
+                    "bandit": {},
+                    "arms": {},
+                }
+            )
+
+    def store(self, path: Path, content: bytes) -> None:
+        """A file that changes rarely, to be written with the next commit."""
+        self._files[path] = content
 
     # --- what the daemon's commit takes along ---
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,15 +27,14 @@ from supervisor import config as config
 from supervisor import events as ev
 from supervisor.checkpoints import NoSpace, preflight
 from supervisor.config import ConfigError, Settings
-from supervisor.contract import ExitCode, Json, checkpoint_size_bytes, digest
+from supervisor.contract import ExitCode, Json, checkpoint_size_bytes
 from supervisor.daemon import Begin, Daemon, Options
-from supervisor.durable import replace_file
 from supervisor.journal import JournalDamaged, read
 from supervisor.progress import Reporter
 from supervisor.rows import LedgerDamaged
 from supervisor.rundir import LockHeld, RunDirectory, RunError, read_json, take_lock
 from supervisor.signals import Signals
-from supervisor.state import Rules, fold
+from supervisor.state import Durable, Rules, fold
 from supervisor.tail import printable
 
 DETACH_SECONDS: Final = 60.0
@@ -52,11 +51,12 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line of `start` (or of `stop` without a supervisor) asked for."""
+    """What the command line of `start`, or of another command without a supervisor, asked for."""
 
     wish: str | None = "run"
     id: str = ""
     from_scratch: bool = False
+    pivot: Json | None = None
 
 
 def start_from_file(
@@ -88,11 +88,11 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         lock_fd = take_lock(directory)
         settings, records = _settle(settings, directory)
         options = _options(settings, directory, environment)
-        begin = Begin(tuple(records), request.wish, request.id, request.from_scratch)
+        begin = Begin(tuple(records), request.wish, request.id, request.from_scratch, request.pivot)
         inside = directory.enter()
         code = Daemon(inside, options, signals, reporter).run(begin)
         reporter.close()
-        if code == ExitCode.OK:
+        if code == ExitCode.OK and request.pivot is None:
             report(inside)
         return code
     except LockHeld as held:
@@ -135,56 +135,46 @@ def _check_space(settings: Settings, directory: RunDirectory) -> None:
 
 
 def _settle(settings: Settings, directory: RunDirectory) -> tuple[Settings, list[ev.Record]]:
-    """Creates the run, or accepts what may change in one that exists. Under the lock."""
-    if not directory.run_file.exists():
-        settings = config.resolve(settings, uuid.uuid4().hex)
-        replace_file(directory.run_file, config.dump(settings).encode())
-    recorded = config.load(directory.run_file)
-    records: list[ev.Record] = []
+    """The settings that rule, and what to put on record first. Under the lock.
+
+    The journal is the authority; run.toml is written from it by the daemon, once it is durable.
+    """
     journal = read(directory.journal)[0] if directory.journal.exists() else []
-    if not journal:
-        assert recorded.run.id is not None
-        records.append(
-            ev.RunCreated(
-                recorded.run.id,
-                recorded.run.name,
-                recorded.training.steps,
-                config.policy_digest(recorded),
-            )
-        )
-        _store_policy(recorded, directory)
-    elif (steps := recorded.training.steps) != (promised := _target_step(journal)):
-        # An earlier start was killed between run.toml and its record.
-        records.append(ev.SettingsChanged({"training.steps": [promised, steps]}, steps))
-    settings, accepted = _accept(recorded, settings, directory)
-    return settings, [*records, *accepted, *_stored(directory, journal)]
+    durable = fold(filter(None, map(ev.record_from_json, journal)))
+    if journal:
+        recorded = _on_record(durable, directory)
+        return _accept(recorded, settings, durable, directory)
+    if directory.run_file.exists():  # a trainer has worked here alone
+        recorded = config.load(directory.run_file)
+        begun, accepted = _accept(recorded, settings, durable, directory)
+        return begun, [_created(recorded), *accepted]
+    settings = config.resolve(settings, uuid.uuid4().hex)
+    return settings, [_created(settings)]
 
 
-def _target_step(journal: list[Json]) -> int:
-    return fold(filter(None, map(ev.record_from_json, journal))).target_step
+def _on_record(durable: Durable, directory: RunDirectory) -> Settings:
+    current = durable.epochs[-1].settings
+    if not current:
+        return config.load(directory.run_file)
+    return config.parse_toml(current, str(directory.journal))
 
 
-def _stored(directory: RunDirectory, journal: list[Json]) -> Iterator[ev.FileStored]:
-    """The digest of each rarely written file whose content is not on record yet."""
-    known = {line["file"]: line["sha256"] for line in journal if line["record"] == "file_stored"}
-    for path in (directory.run_file, *sorted(directory.policies.glob("*.toml"))):
-        file = str(path.relative_to(directory.path))
-        sha256 = digest(path.read_bytes())
-        if known.get(file) != sha256:
-            yield ev.FileStored(file, sha256)
-
-
-def _store_policy(settings: Settings, directory: RunDirectory) -> None:
-    import tomli_w
-
-    text = tomli_w.dumps({"policy": settings.policy.model_dump(mode="json", exclude_none=True)})
-    replace_file(directory.policies / "0001.toml", text.encode())
+def _created(settings: Settings) -> ev.RunCreated:
+    assert settings.run.id is not None
+    return ev.RunCreated(
+        settings.run.id,
+        settings.run.name,
+        settings.training.steps,
+        config.policy_digest(settings),
+        config.dump(settings),
+        config.dump_policy(settings),
+    )
 
 
 def _accept(
-    recorded: Settings, requested: Settings, directory: RunDirectory
+    recorded: Settings, requested: Settings, durable: Durable, directory: RunDirectory
 ) -> tuple[Settings, list[ev.Record]]:
-    records: list[ev.Record] = []
+    """The recorded settings with what a start may change. Raises Refused for the rest."""
     comparison = config.compare(recorded, requested)
     identity = [
         change
@@ -198,22 +188,31 @@ def _accept(
             f"{directory.path} is a run with other settings; these cannot change:\n{lines}\n"
             "give the new run another run.name (or run.directory), or take the recorded values"
         )
-    if comparison.policy:
+    if comparison.policy and not _was_policy_once(requested, durable):
         lines = "\n".join(f"  {change}" for change in comparison.policy)
         raise Refused(
-            f"{directory.path}: these change how the run learns; only a pivot may:\n{lines}"
+            f"{directory.path}: these change how the run learns; only a pivot may"
+            f" (supervisor pivot --policy FILE):\n{lines}"
         )
     changes = [c for c in comparison.operational if c.key != "run.directory"]
-    if changes:
-        recorded = config.accept(recorded, changes)
-        replace_file(directory.run_file, config.dump(recorded).encode())
-        records.append(
-            ev.SettingsChanged(
-                {change.key: [change.recorded, change.requested] for change in changes},
-                recorded.training.steps,
-            )
-        )
-    return recorded, records
+    if not changes:
+        return recorded, []
+    recorded = config.accept(recorded, changes)
+    changed = ev.SettingsChanged(
+        {change.key: [change.recorded, change.requested] for change in changes},
+        recorded.training.steps,
+        config.dump(recorded),
+    )
+    return recorded, [changed]
+
+
+def _was_policy_once(requested: Settings, durable: Durable) -> bool:
+    """The file from before a pivot asks for nothing new: it is how the run was begun."""
+    return any(
+        epoch.settings
+        and not config.compare(config.parse_toml(epoch.settings, "journal"), requested).policy
+        for epoch in durable.epochs[:-1]
+    )
 
 
 def _options(

@@ -64,6 +64,21 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
+class Epoch:
+    """One policy's reign: from base_step + 1 on, unless a later epoch took over. `settings` are
+    the effective settings as TOML; `request` is the pivot's."""
+
+    number: int
+    base_step: int
+    parent: int
+    settings: str
+    policy: str = ""
+    policy_digest: str = ""
+    archive: str = ""
+    request: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Durable:
     """What the journal adds up to."""
 
@@ -72,7 +87,10 @@ class Durable:
     wish: str = "run"
     target_step: int = 0
     epoch: int = 1
+    epochs: tuple[Epoch, ...] = (Epoch(1, 0, 1, ""),)
+    pivot: ev.PivotIntended | None = None
     attempt: int = 0
+    begun: ev.AttemptStarted | None = None  # the newest attempt, ended or not
     open: ev.AttemptStarted | None = None
     spawned: ev.AttemptSpawned | None = None  # the main process of `open`, once that is on record
     deaths: int = 0
@@ -89,9 +107,19 @@ class Durable:
     last_exit: ev.AttemptEnded | None = None
     outcome: str = ""
     reason: str = ""
+    stored: tuple[tuple[str, str], ...] = ()  # file -> SHA-256 of what was written last
     alarms: tuple[tuple[str, str], ...] = ()
     replies: tuple[ev.Replied, ...] = ()
     evaluated_step: int = 0
+
+    def owner(self, step: int) -> tuple[Epoch, int | None]:
+        """The epoch that owns the step after `step`, and up to which step (None: without end)."""
+        epochs = {epoch.number: epoch for epoch in self.epochs}
+        epoch, until = epochs[self.epoch], None
+        while epoch.base_step > step:
+            until = epoch.base_step if until is None else min(until, epoch.base_step)
+            epoch = epochs[epoch.parent]
+        return epoch, until
 
 
 def apply(durable: Durable, record: ev.Record) -> Durable:
@@ -99,7 +127,11 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
     match record:
         case ev.RunCreated():
             return replace(
-                durable, run_id=record.run_id, run=record.run, target_step=record.target_step
+                durable,
+                run_id=record.run_id,
+                run=record.run,
+                target_step=record.target_step,
+                epochs=(Epoch(1, 0, 1, record.settings, record.policy, record.policy_digest),),
             )
         case ev.RunForked():
             lineage = tuple((str(run_id), int(step)) for run_id, step in record.lineage)
@@ -114,9 +146,49 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
         case ev.Wished():
             return replace(durable, wish=record.wish)
         case ev.SettingsChanged():
-            return replace(durable, target_step=record.target_step, outcome="", reason="")
+            *earlier, current = durable.epochs
+            return replace(
+                durable,
+                target_step=record.target_step,
+                epochs=(*earlier, replace(current, settings=record.settings)),
+                outcome="",
+                reason="",
+            )
+        case ev.PivotIntended():
+            return replace(durable, pivot=record)
+        case ev.PivotAborted():
+            return replace(durable, pivot=None)
+        case ev.PolicySwitched():
+            begun = Epoch(
+                record.epoch,
+                record.base_step,
+                record.parent,
+                record.settings,
+                record.policy,
+                record.policy_digest,
+                record.archive,
+                record.request,
+            )
+            return replace(
+                durable,
+                pivot=None,
+                epoch=record.epoch,
+                epochs=(*durable.epochs, begun),
+                pins=durable.pins | {record.base_step},
+                best_checkpoint=record.base_step,
+                deaths=0,
+                outcome="",
+                reason="",
+            )
         case ev.AttemptStarted():
-            return replace(durable, attempt=record.attempt, open=record, outcome="", reason="")
+            return replace(
+                durable,
+                attempt=record.attempt,
+                begun=record,
+                open=record,
+                outcome="",
+                reason="",
+            )
         case ev.AttemptSpawned():
             return replace(durable, spawned=record)
         case ev.AttemptEnded():
@@ -144,6 +216,9 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
             return _without(durable, [record.step])
         case ev.CheckpointsSuperseded() | ev.CheckpointsRemoved():
             return _without(durable, record.steps)
+        case ev.FileStored():
+            others = tuple(item for item in durable.stored if item[0] != record.file)
+            return replace(durable, stored=(*others, (record.file, record.sha256)))
         case ev.Evaluated():
             return replace(durable, evaluated_step=max(durable.evaluated_step, record.step))
         case ev.ReplayDiverged():
@@ -168,11 +243,7 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
         case ev.RunFailed():
             return replace(durable, outcome="failed", reason=record.reason)
         case (
-            ev.SupervisorStarted()
-            | ev.SupervisorEnded()
-            | ev.AttemptAdopted()
-            | ev.FileRepaired()
-            | ev.FileStored()
+            ev.SupervisorStarted() | ev.SupervisorEnded() | ev.AttemptAdopted() | ev.FileRepaired()
         ):
             return durable
 
@@ -216,7 +287,7 @@ class State:
     trainer_phase: str = ""
     trainer_pid: int | None = None
     linked: bool = False
-    intent: str = ""  # why we are stopping: stop, restart, kill
+    intent: str = ""  # why we are stopping: stop, restart, pivot, kill
     escalation: str = ""  # asked, signalled, killed
     force_at: float = 0.0
     forced: bool = False
@@ -225,6 +296,10 @@ class State:
     checkpoints: tuple[Pending, ...] = ()
     stop_ids: tuple[str, ...] = ()
     restart_ids: tuple[str, ...] = ()
+    pivot_ids: tuple[str, ...] = ()
+    pivoting: bool = False  # the trainer has left for a pivot; the next selection is its base
+    alone: bool = False  # this life exists for one pivot only; it ends when that is done
+    unlinked_until: float | None = None  # a pivot waits so long for a link, then it signals
     verifying: frozenset[int] = frozenset()
 
 

@@ -352,6 +352,9 @@ class _Proof:
         """Against the manifest of its step, which is the authority."""
         path, step = self.directory.state, state.get("step")
         summary = self._summaries.get(step) if isinstance(step, int) else None
+        fresh = not state.get("bandit")
+        if summary is not None and fresh and state.get("epoch") != summary["epoch"]:
+            summary = None  # a pivot has reset it, and no checkpoint of the new policy is there yet
         if not isinstance(step, int):
             self._say(path, "key 'step'", f"expected an integer, got {step!r}")
         elif summary is None:

@@ -12,6 +12,7 @@ import os
 import random
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ def chunk_digests(data: bytes) -> tuple[str, ...]:
     )
 
 
-def state(step: int) -> Json:
-    """The least state that a manifest accepts, with two arms."""
+def state(step: int, arms: Sequence[str] = ("prose", "code")) -> Json:
+    """The least state that a manifest accepts; all pulls are the first arm's."""
 
     def arm(cursor: int) -> Json:
         sampler = {"permutation": "AAAAAAEAAAA=", "cursor": cursor, "round": 2, "generator": "AA=="}
@@ -57,8 +58,8 @@ def state(step: int) -> Json:
         "configuration": {},
         "policy_digest": "1" * 64,
         "tokenizer": {"rule": "bytes", "digest": "2" * 64},
-        "arms": {"prose": arm(step % 40), "code": arm(0)},
-        "bandit": {"kind": "ducb", "arms": {"prose": {"pulls": step}}},
+        "arms": {name: arm(0 if number else step % 40) for number, name in enumerate(arms)},
+        "bandit": {"kind": "ducb", "arms": {arms[0]: {"pulls": step}}},
         "rng": {"torch": "AA=="},
         "updates": step,
         "targets_seen": 10 * step,

@@ -5,12 +5,15 @@ the step stands in for training. Steps and cadence come from run.toml. Run by th
 `trainer.command`, without arguments; what it is to do wrong comes by the environment:
 
 - SABOTEUR_FAULTS: a comma-separated list of `name@when` or `name@when#attempt` (in every attempt
-  without `#`), where `when` is a step or one of load, hello, exit (before the exit line) and gone
-  (after it). Names: kill, segv, deaf, exitN (leaves with code N, and says so in its exit line),
-  crashN (leaves with code N without a word), wrong (another loss than last time), gap (skips a
-  step), stray (leaves a process behind that holds the lock), and torn:STAGE, a kill inside the
-  publication of this step's checkpoint, for the stages of `checkpoint_kit.publish`.
+  without `#`), where `when` is a step or one of load, hello, paused, exit (before the exit line)
+  and gone (after it). Names: kill, segv, deaf, exitN (leaves with code N, and says so in its exit
+  line), crashN (leaves with code N without a word), wrong (another loss than last time), gap (skips
+  a step), restless (does not wait once it has paused), stray (leaves a process behind that holds
+  the lock), and torn:STAGE, a kill inside the publication of this step's checkpoint, for the stages
+  of `checkpoint_kit.publish`.
 - SABOTEUR_GATE: a file with a number; training is held at that step until the file says more.
+- SABOTEUR_MUTE: anything; it has no link then and knows only signals.
+- SABOTEUR_PAUSE: how many seconds it waits for the word to exit.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,7 +39,7 @@ from supervisor.link import Link, life_from_environment
 
 PARAMETERS = 6
 HELD_SECONDS = 0.005  # how long a step would take that the gate does not let happen
-MOMENTS = ("load", "hello", "exit", "gone")
+MOMENTS = ("load", "hello", "paused", "exit", "gone")
 WORDS = {65: "data", 75: "again", 78: "configuration", 80: "non-finite"}
 
 
@@ -63,11 +67,14 @@ class Saboteur:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.life = link.life
-        with (link.directory / contract.RUN_FILE).open("rb") as file:
+        with (link.life.settings_file or link.directory / contract.RUN_FILE).open("rb") as file:
             settings = tomllib.load(file)
         self.run_id: str = settings["run"]["id"]
         self.target: int = settings["training"]["steps"]
         self.cadence: int = settings["checkpoint"]["every"]
+        policy = settings.get("policy", {})
+        self.arms = [arm["name"] for arm in policy.get("arms", [])] or ["prose"]
+        self.pause_seconds = float(os.environ.get("SABOTEUR_PAUSE", "30"))
         self.planned = planned_faults(link.life.attempt)
         self.step = self.saved = link.life.resume_step or 0
 
@@ -100,9 +107,18 @@ class Saboteur:
         """Saves if that is due. True: this life is over."""
         regular = self.step % self.cadence == 0 or self.step == self.target
         due = self.link.due(cadence=regular and self.step > self.saved)
+        until = self.life.until_step is not None and self.step >= self.life.until_step
         if due.reason is not None and self.step > 0:
             self.save(due.reason, due.requests)
-        return due.stop or self.step >= self.target
+        elif until and self.step > self.saved:
+            self.save("cadence", ())
+        if due.pause is not None and not due.stop and self.step < self.target:
+            self.link.paused(self.step, due.pause)
+            self.misbehave("paused")
+            restless = "restless" in self.planned.get("paused", ())
+            if not restless and self.link.wait_for_exit(self.pause_seconds):
+                return True
+        return due.stop or until or self.step >= self.target
 
     def held(self) -> bool:
         gate = os.environ.get("SABOTEUR_GATE")
@@ -116,8 +132,9 @@ class Saboteur:
             return
         loss = loss_of(self.step) + (1e-9 if "wrong" in names else 0.0)
         life, seen = self.life, 10 * self.step
+        arm = self.arms[self.step % len(self.arms)]
         self.link.record(
-            Entry(self.step, loss, time.time(), life.attempt, life.epoch, "prose", seen, 1e-3)
+            Entry(self.step, loss, time.time(), life.attempt, life.epoch, arm, seen, 1e-3)
         )
 
     def save(self, reason: str, requests: tuple[str, ...]) -> None:
@@ -135,8 +152,10 @@ class Saboteur:
             PARAMETERS,
             run_id=self.run_id,
             attempt=life.attempt,
+            epoch=life.epoch,
             reason=reason,
             requests=requests,
+            state=checkpoint_kit.state(step, self.arms),
         )
         directory = self.link.directory / contract.CHECKPOINTS
         torn = [n[5:] for n in self.planned.get(str(step), ()) if n.startswith("torn:")]
@@ -210,6 +229,8 @@ def main() -> int:
     if life is None:
         print("the saboteur needs a supervisor", file=sys.stderr)
         return contract.ExitCode.CONFIGURATION
+    if os.environ.get("SABOTEUR_MUTE"):
+        life = replace(life, supervised=False)
     with Link(life) as link:
         link.install_signal_handlers()
         link.phase("load")

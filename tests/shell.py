@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -38,11 +39,13 @@ class Crash(Exception):
 
 @dataclass(slots=True)
 class Commit:
-    """`recorded` is (last step, verified steps) where ledger entries wait for their sync."""
+    """`recorded` is (last step, verified steps) where ledger entries wait for their sync;
+    `run_epoch` the epoch of a run.toml that is written with it."""
 
     number: int
     records: list[Json]
     recorded: tuple[int, int] | None
+    run_epoch: int | None
 
 
 @dataclass(slots=True)
@@ -50,7 +53,8 @@ class Following:
     """A receipt file that is being read and merged."""
 
     attempt: int
-    base: int | None
+    base: int
+    epoch: int
     offset: int = 0
     last: int = 0
     verified: int = 0
@@ -92,12 +96,19 @@ class Life:
         self._pressed = False
         self._next_notice = 0.0
         self._planned: float | None = None
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._epoch, self._base_step = 1, 0
+        self._run_epoch: int | None = None
 
-    def open(self, wish: str | None, request: str, from_scratch: bool) -> None:
+    def open(
+        self, wish: str | None, request: str, from_scratch: bool, pivot: Json | None = None
+    ) -> None:
         self._remember(ev.SupervisorStarted(self.word, 1, "host", "0"))
         opened = self.state.durable.open
         holders = self.world.holders(opened.nonce if opened is not None else "")
-        self._feed(ev.Opened(self.world.now, self.word, holders, wish, request, from_scratch))
+        self._feed(
+            ev.Opened(self.world.now, self.word, holders, wish, request, from_scratch, pivot)
+        )
         self._work_off()
 
     # --- what wakes it ---
@@ -127,8 +138,10 @@ class Life:
         self._mail.append(ev.Heard(0.0, verb, content))
         self.wake()
 
-    def ask(self, id: str, verb: str, at: str, operator: bool = True) -> None:
-        self._mail.append(ev.Asked(0.0, id, verb, at, operator))
+    def ask(
+        self, id: str, verb: str, at: str, content: Json | None = None, operator: bool = True
+    ) -> None:
+        self._mail.append(ev.Asked(0.0, id, verb, at, operator, content=content or {}))
         self.wake()
 
     def _gather(self) -> None:
@@ -165,10 +178,13 @@ class Life:
             self._feed(self.inbox.popleft())
         if self._merging and not self._leftovers and self._at_end() and not self._unsettled():
             self._merging = False
-            self.inbox.append(ev.Merged(self.world.now, len(self.world.disk.owners)))
+            self.inbox.append(ev.Merged(self.world.now, self._history_step))
         self._start_commit()
         busy = self._errands or self.inbox or self.records or self._unsettled()
         if self._settled_by is not None and (not busy or self.world.now >= self._settled_by):
+            for job in self._jobs:  # the worker finishes what it was given, but for a commit
+                if job != self._write:
+                    job()
             self.world.ended(self)
         else:
             self._plan_next()
@@ -228,38 +244,59 @@ class Life:
 
     # --- making durable ---
 
+    @property
+    def _history_step(self) -> int:
+        owners = self.world.disk.owners
+        ours = not owners or owners[-1][1] >= self._epoch
+        return len(owners) if ours else min(len(owners), self._base_step)
+
     def _unsettled(self) -> bool:
-        return self.commit is not None or self._unsynced
+        return self.commit is not None or self._unsynced or self._run_epoch is not None
 
     def _start_commit(self) -> None:
-        if self.commit is not None or not (self.records or self._unsynced):
+        wanted = self.records or self._unsynced or self._run_epoch is not None
+        if self.commit is not None or not wanted:
             return
         recorded = None
         if self._unsynced:
             verified = self._file.verified if self._file is not None else 0
-            recorded = (len(self.world.disk.owners), verified)
-        self.commit = Commit(self.batch, self.records, recorded)
-        self.records, self._unsynced = [], False
+            recorded = (self._history_step, verified)
+        self.commit = Commit(self.batch, self.records, recorded, self._run_epoch)
+        self.records, self._unsynced, self._run_epoch = [], False, None
         self.batch += 1
-        self._write()
+        self._submit(self._write)
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        """To the worker, which does one job after the other."""
+        self._jobs.append(job)
+        if len(self._jobs) == 1:
+            self._begin_job()
+
+    def _begin_job(self) -> None:
+        self.world.later(self.world.rng.choice((0.002, 0.02, 0.5)), self._end_job)
+
+    def _end_job(self) -> None:
+        if self.world.life is not self:
+            return
+        self._jobs[0]()
+        self._jobs.popleft()
+        if self._jobs:
+            self._begin_job()
+        self.wake()
 
     def _write(self) -> None:
-        def done() -> None:
-            if self.world.life is not self:
-                return
-            if self.world.chance(0.01):  # the disk refuses; it is tried again
-                self.world.later(RETRY_SECONDS, self._write)
-                return
+        if self.world.chance(0.01):  # the disk refuses; it is tried again
+            self.world.later(RETRY_SECONDS, lambda: self._submit(self._write))
+        else:
             self._committed = True
-            self.wake()
-
-        self.world.later(self.world.rng.choice((0.002, 0.02, 0.5)), done)
 
     def _finish_commit(self) -> None:
         commit, self.commit = self.commit, None
         assert commit is not None
         disk = self.world.disk
         disk.journal.extend(commit.records)
+        if commit.run_epoch is not None:
+            disk.run_epoch = commit.run_epoch
         if commit.recorded is not None:
             disk.synced_owners = disk.owners[: commit.recorded[0]]
             self.inbox.append(ev.Recorded(self.world.now, *commit.recorded))
@@ -274,11 +311,12 @@ class Life:
         world.watcher.performs(self, effect)
         match effect:
             case ev.Merge():
-                self._leftovers.extend(
-                    Following(attempt, None)
-                    for attempt in sorted(world.disk.receipts)
-                    if self._file is None or attempt != self._file.attempt
-                )
+                begun = self.state.durable.begun
+                followed = self._file is not None and begun and self._file.attempt == begun.attempt
+                if begun is not None and begun.attempt in world.disk.receipts and not followed:
+                    base = begun.resume_step
+                    leftover = Following(begun.attempt, base, begun.epoch, last=base)
+                    self._leftovers.append(leftover)
                 self._merging = True
                 world.later(0.0, self.wake)
             case ev.Spawn():
@@ -298,8 +336,16 @@ class Life:
                 self._pressed = False
                 opened = self.state.durable.open
                 if opened is not None:
-                    self._follow(opened.attempt, opened.resume_step)
-            case ev.Select() | ev.Verify() | ev.Retain():
+                    self._follow(opened.attempt, opened.resume_step, opened.epoch)
+            case ev.Archive():
+                self._archive(effect)
+            case ev.Sweep():
+                self._sweep()
+            case ev.Regenerate():
+                ruling = self.state.durable.epochs[-1]
+                self._epoch, self._base_step = ruling.number, ruling.base_step
+                self._run_epoch = ruling.number
+            case ev.Select() | ev.Clear() | ev.Verify() | ev.Retain():
                 self._errands.append(effect)
                 if len(self._errands) == 1:
                     self._begin_errand()
@@ -308,6 +354,39 @@ class Life:
             case ev.Exit():
                 # What is under way still gets its moment.
                 self._settled_by = world.now + SETTLE_SECONDS
+
+    # --- the files of a pivot ---
+
+    def _archive(self, effect: ev.Archive) -> None:
+        """A temporary, then the archive under its name, then the new policy; it may fail after
+        each, and a crash may come between."""
+        disk = self.world.disk
+        name = f"pivot-{effect.epoch}-{effect.base_step}"
+        epoch = len(self.state.durable.epochs) + 1
+        parts = (f".tmp-{name}", name, f"policy-{epoch}")
+
+        def put(number: int) -> None:
+            if self.world.chance(0.03):
+                self._helped.append(ev.Archived(0.0, effect.base_step, "", "no space"))
+                return
+            disk.pivot_files.add(parts[number])
+            disk.pivot_files.discard(parts[0] if number else "")
+            if number + 1 < len(parts):
+                self._submit(lambda: put(number + 1))
+            else:
+                self._helped.append(ev.Archived(0.0, effect.base_step, name))
+
+        self._submit(lambda: put(0))
+
+    def _sweep(self) -> None:
+        durable = self.state.durable
+        known = {f"policy-{epoch.number}" for epoch in durable.epochs}
+        known |= {epoch.archive for epoch in durable.epochs}
+
+        def sweep() -> None:
+            self.world.disk.pivot_files &= known
+
+        self._submit(sweep)
 
     def _spawn(self, effect: ev.Spawn) -> None:
         world = self.world
@@ -318,7 +397,7 @@ class Life:
         for attempt in [a for a in world.disk.receipts if a < effect.attempt]:
             del world.disk.receipts[attempt]
         self._file = None
-        self._follow(effect.attempt, effect.resume_step)
+        self._follow(effect.attempt, effect.resume_step, effect.epoch)
         self.attached, self.told = world.new_trainer(effect), False
         self.inbox.append(ev.Spawned(world.now, self.attached.pid, 1, "boot"))
 
@@ -326,7 +405,7 @@ class Life:
         opened, trainer = self.state.durable.open, self.world.trainer
         assert opened is not None
         self._expected, self._connected = (opened.attempt, opened.nonce), False
-        self._follow(opened.attempt, opened.resume_step)
+        self._follow(opened.attempt, opened.resume_step, opened.epoch)
         if trainer is not None and trainer.alive and trainer.pid == pid:
             self.attached, self.told = trainer, False
         else:
@@ -365,7 +444,7 @@ class Life:
                 dead.code if dead is not None else None,
                 dead.signal if dead is not None else None,
                 self._exit_line,
-                len(self.world.disk.owners),
+                self._history_step,
                 self._file.verified if self._file is not None else 0,
                 holders,
             )
@@ -373,9 +452,9 @@ class Life:
 
     # --- receipts ---
 
-    def _follow(self, attempt: int, base: int | None) -> None:
+    def _follow(self, attempt: int, base: int, epoch: int) -> None:
         if self._file is None or self._file.attempt != attempt:
-            self._file = Following(attempt, base, last=base or 0)
+            self._file = Following(attempt, base, epoch, last=base)
             self._exit_line = None
 
     def _at_end(self) -> bool:
@@ -404,8 +483,6 @@ class Life:
 
     def _take(self, file: Following, step: int, differs: bool) -> None:
         owners = self.world.disk.owners
-        if file.base is None:
-            file.base = file.last = min(step - 1, len(owners))
         if step != file.last + 1:
             file.refused = True
             trouble = f"attempt {file.attempt}: step {step}, expected {file.last + 1}"
@@ -416,17 +493,18 @@ class Life:
             return
         file.last = step
         recorded = step <= len(owners)
-        if recorded and owners[step - 1] == file.attempt:
+        comparable = recorded and owners[step - 1][1] == file.epoch and not file.appending
+        if recorded and owners[step - 1][0] == file.attempt:
             file.appending = True
-        elif recorded and not file.appending and not differs:
+        elif comparable and not differs:
             file.verified += 1
         else:
-            if recorded and not file.appending:
+            if comparable:
                 self._remember(
                     ev.ReplayDiverged(step, file.attempt, ["loss"], {}, {}, "unexplained")
                 )
             del owners[step - 1 :]
-            owners.append(file.attempt)
+            owners.append((file.attempt, file.epoch))
             file.appending = self._unsynced = True
 
     # --- checkpoints ---
@@ -455,6 +533,8 @@ class Life:
         match self._errands.popleft():
             case ev.Select(ceiling):
                 self._helped.append(self._select(ceiling))
+            case ev.Clear(base_step):
+                self._helped.append(self._clear(base_step))
             case ev.Verify(step):
                 self._helped.append(self._verify(step))
             case ev.Retain(newest):
@@ -473,12 +553,8 @@ class Life:
                 break
             del found[step]
             rejected.append((step, "chunk 0 differs", f"quarantine/{step}"))
-        above = chosen.step if chosen is not None else 0
-        superseded = tuple(step for step in sorted(found) if step > above)
-        for step in superseded:
-            del found[step]
         if chosen is None:
-            return ev.Selected(0.0, None, rejected=tuple(rejected), superseded=superseded)
+            return ev.Selected(0.0, None, rejected=tuple(rejected))
         return ev.Selected(
             0.0,
             chosen.step,
@@ -488,8 +564,14 @@ class Life:
             chosen.reason,
             chosen.requests,
             tuple(rejected),
-            superseded,
         )
+
+    def _clear(self, base_step: int) -> ev.Cleared:
+        found = self.world.disk.checkpoints
+        superseded = tuple(step for step in sorted(found) if step > base_step)
+        for step in superseded:
+            del found[step]
+        return ev.Cleared(0.0, base_step, superseded)
 
     def _verify(self, step: int) -> ev.Verified:
         found = self.world.disk.checkpoints.get(step)
@@ -502,9 +584,11 @@ class Life:
 
     def _retain(self, newest: int) -> ev.Removed:
         found = self.world.disk.checkpoints
-        verified = (self.state.durable.verified | {newest}).intersection(found)
+        durable = self.state.durable
+        verified = (durable.verified | {newest}).intersection(found)
         proven = [step for step in sorted(found) if step <= max(verified, default=0)]
-        removed = tuple(proven[:-KEEP_LAST])
+        wanted = durable.pivot.to_step if durable.pivot is not None else None
+        removed = tuple(s for s in proven[:-KEEP_LAST] if s not in durable.pins and s != wanted)
         for step in removed:
             del found[step]
         return ev.Removed(0.0, removed)

@@ -21,6 +21,7 @@ from supervisor.state import (
     REPLIES_KEPT,
     TERMINAL,
     Durable,
+    Epoch,
     Impossible,
     Rules,
     State,
@@ -40,6 +41,8 @@ RULES: Final = Rules(
 TARGET_STEP: Final = 1000
 CREATED: Final = ev.RunCreated("0f3a", "lesson", TARGET_STEP, "d1")
 PID: Final = 4242
+OPENING: Final = (ev.Sweep(), ev.Regenerate())
+BEFORE_SPAWN: Final = ("merging", "selecting", "clearing")
 
 
 class Case:
@@ -70,8 +73,9 @@ class Case:
 
     @property
     def acts(self) -> list[ev.Effect]:
-        """The effects that are not records."""
-        return [effect for effect in self.effects if not isinstance(effect, ev.Append)]
+        """The effects that are not records, nor what every opening begins with."""
+        other = (ev.Append, ev.Sweep, ev.Regenerate)
+        return [effect for effect in self.effects if not isinstance(effect, other)]
 
     @property
     def place(self) -> tuple[str, str]:
@@ -92,6 +96,11 @@ class Case:
 
     def select(self, step: int | None, **more: Any) -> list[ev.Effect]:
         return self.feed(ev.Selected, step, "bd", "sha", 1, "cadence", **more)
+
+    def clear(self, *superseded: int) -> list[ev.Effect]:
+        """Nothing stands above the base any more, if a base was decided on."""
+        found = [effect.base_step for effect in self.effects if isinstance(effect, ev.Clear)]
+        return self.feed(ev.Cleared, found[0], superseded) if found else []
 
     def hear(self, verb: str, **content: Any) -> list[ev.Effect]:
         return self.feed(ev.Heard, verb, content)
@@ -135,6 +144,12 @@ class Case:
     def to_spawning(self, base: int | None = None, history: int | None = None) -> Case:
         self.to_selecting((base or 0) if history is None else history)
         self.select(base)
+        self.clear()
+        return self
+
+    def to_clearing(self) -> Case:
+        self.to_selecting()
+        self.select(None)
         return self
 
     def to_loading(self, base: int | None = None, history: int | None = None) -> Case:
@@ -183,6 +198,7 @@ def stopping_reaping_case() -> Case:
 PLACES: Final[dict[str, Callable[[], Case]]] = {
     "merging": opened_case,
     "selecting": lambda: Case().to_selecting(),
+    "clearing": lambda: Case().to_clearing(),
     "spawning": lambda: Case().to_spawning(),
     "loading": lambda: Case().to_loading(),
     "running": lambda: Case().to_running(),
@@ -200,6 +216,8 @@ def finish(case: Case) -> Case:
         case.feed(ev.Merged, 0)
     if case.place == ("starting", "selecting"):
         case.select(None)
+    if case.place == ("starting", "clearing"):
+        case.feed(ev.Cleared, 0, ())
     if case.place == ("starting", "spawning"):
         case.feed(ev.Spawned, PID, 77, "boot")
     if case.state.phase == "stopping" and case.state.stage != "reaping":
@@ -230,6 +248,8 @@ SAMPLE_EVENTS: Final[dict[type, tuple[Any, ...]]] = {
     ev.Reaped: (0, None, None, 1, 0, ()),
     ev.Merged: (1,),
     ev.Selected: (None,),
+    ev.Cleared: (4, ()),
+    ev.Archived: (4, "pivot-0001-step_000004"),
     ev.Verified: (4, "", "sha", "bd", 1, "cadence"),
     ev.Removed: ((),),
     ev.Broken: ("gap",),
@@ -261,7 +281,12 @@ def test_only_a_new_life_is_opened_and_it_is_opened_first() -> None:
 SPAWNED: Final = ev.AttemptSpawned(1, 5, 77, "boot")
 REPLIED: Final = ev.Replied("r1", "checkpoint", "done", "", {"step": 100})
 ENDED: Final = ev.AttemptEnded(1, "crash", 1, None, 90, True, 7, "it broke")
-STARTED: Final = ev.AttemptStarted(1, "ab12", 0, 1)
+SECOND: Final = ev.AttemptStarted(2, "cd34", 50, 1, 60)
+FIRST: Final = Epoch(1, 0, 1, "", "", "d1")
+INTENDED: Final = ev.PivotIntended("p1", "boundary", None, 1, "[policy]", "[run]", "d2", "polish")
+SWITCHED: Final = ev.PolicySwitched(
+    "p1", 2, 1, 50, "[policy]", "[run]", "d2", "pivot-0001", "polish"
+)
 
 # Each record, and what it changes in a state that has seen `BEFORE`.
 BEFORE: Final = (
@@ -272,22 +297,42 @@ BEFORE: Final = (
     ev.Alarmed("ledger", "full"),
 )
 CHANGES: Final[list[tuple[ev.Record, dict[str, Any]]]] = [
-    (ev.RunCreated("0f3b", "other", 7, "d"), {"run_id": "0f3b", "run": "other", "target_step": 7}),
+    (
+        ev.RunCreated("0f3b", "other", 7, "d", "[run]", "[policy]"),
+        {
+            "run_id": "0f3b",
+            "run": "other",
+            "target_step": 7,
+            "epochs": (Epoch(1, 0, 1, "[run]", "[policy]", "d"),),
+        },
+    ),
     (
         ev.RunForked("runs/old", [["0e11", 40]], 40, 3, 40, "sha"),
         {"lineage": (("0e11", 40),), "attempt": 3},
     ),
     (ev.RunImported("andrea", 100, [50, 100]), {"imported": True}),
     (ev.CheckpointPinned(50, "a fork begins here"), {"pins": frozenset({50})}),
-    (ev.FileStored("run.toml", "sha"), {}),
+    (ev.FileStored("run.toml", "sha"), {"stored": (("run.toml", "sha"),)}),
     (ev.SupervisorStarted("word", 1, "host", "0.1"), {}),
     (ev.SupervisorEnded("stopped", "as asked"), {}),
     (ev.Wished("stop", "r1"), {"wish": "stop"}),
-    (ev.SettingsChanged({"training.steps": [1000, 2000]}, 2000), {"target_step": 2000}),
     (
-        ev.AttemptStarted(2, "cd34", 50, 1),
-        {"attempt": 2, "open": ev.AttemptStarted(2, "cd34", 50, 1)},
+        ev.SettingsChanged({"training.steps": [1000, 2000]}, 2000, "[run]"),
+        {"target_step": 2000, "epochs": (replace(FIRST, settings="[run]"),)},
     ),
+    (INTENDED, {"pivot": INTENDED}),
+    (ev.PivotAborted("p1", "no space"), {"pivot": None}),
+    (
+        SWITCHED,
+        {
+            "pivot": None,
+            "epoch": 2,
+            "epochs": (FIRST, Epoch(2, 50, 1, "[run]", "[policy]", "d2", "pivot-0001", "p1")),
+            "pins": frozenset({50}),
+            "best_checkpoint": 50,
+        },
+    ),
+    (SECOND, {"attempt": 2, "open": SECOND, "begun": SECOND}),
     (SPAWNED, {"spawned": SPAWNED}),
     (ev.AttemptAdopted(1, 5), {}),
     (ENDED, {"open": None, "last_exit": ENDED, "deaths": 1, "restarts": 1, "verified_steps": 7}),
@@ -337,7 +382,7 @@ def test_a_record_survives_the_journal(record: ev.Record) -> None:
 
 
 def test_a_record_of_a_newer_version_is_left_out_and_a_broken_one_is_named() -> None:
-    assert ev.record_from_json({"record": "policy_switched", "seq": 3}) is None
+    assert ev.record_from_json({"record": "policy_melted", "seq": 3}) is None
     with pytest.raises(ContractError, match=r"attempt_spawned 3: no \['pid'\]"):
         ev.record_from_json(
             {"record": "attempt_spawned", "seq": 3, "attempt": 1, "start_ticks": 1, "boot_id": "b"}
@@ -392,11 +437,13 @@ def test_the_first_diverged_step_is_the_lowest() -> None:
 
 def test_first_start() -> None:
     case = Case()
-    assert case.open() == [ev.Append(ev.Wished("run", "")), ev.Merge()]
+    assert case.open() == [ev.Append(ev.Wished("run", "")), *OPENING, ev.Merge()]
     assert case.place == ("starting", "merging")
     assert case.feed(ev.Merged, 0) == [ev.Select(ceiling=0)]
     assert case.place == ("starting", "selecting")
-    started, spawn = case.select(None)
+    assert case.select(None) == [ev.Clear(0)]
+    assert case.place == ("starting", "clearing")
+    started, spawn = case.clear()
     nonce = hashlib.sha256(b"0f3a:one:1").hexdigest()[:16]
     assert started == ev.Append(ev.AttemptStarted(1, nonce, 0, 1))
     assert spawn == ev.Spawn(1, nonce, 0, 1)
@@ -415,12 +462,15 @@ def test_first_start() -> None:
 
 def test_a_resume_starts_from_the_selected_checkpoint() -> None:
     case = Case().to_selecting(history=120)
-    assert case.select(100, superseded=(110,), rejected=((115, "chunk 3 differs", "q/115"),)) == [
+    assert case.select(100, rejected=((115, "chunk 3 differs", "q/115"),)) == [
         ev.Append(ev.CheckpointQuarantined(115, "chunk 3 differs", "q/115")),
         ev.Append(ev.Alarmed("checkpoint_quarantined", "step 115: chunk 3 differs")),
-        ev.Append(ev.CheckpointsSuperseded(100, [110])),
         ev.Append(ev.CheckpointCommitted(100, 1, "cadence", [], "bd")),
         ev.Append(ev.CheckpointVerified(100, "sha")),
+        ev.Clear(100),
+    ]
+    assert case.clear(110) == [
+        ev.Append(ev.CheckpointsSuperseded(100, [110])),
         ev.Append(case.state.durable.open),  # type: ignore[arg-type]
         ev.Spawn(1, case.state.durable.open.nonce, 100, 1),  # type: ignore[union-attr]
     ]
@@ -432,6 +482,8 @@ def test_what_is_on_record_already_is_not_recorded_again() -> None:
     committed = ev.CheckpointCommitted(100, 1, "cadence", [], "bd")
     case = Case(committed, ev.CheckpointVerified(100, "sha")).to_selecting(history=120)
     case.select(100)
+    assert case.records == []
+    case.clear()
     assert [type(record) for record in case.records] == [ev.AttemptStarted]
 
 
@@ -439,6 +491,7 @@ def test_what_an_earlier_life_set_aside_without_a_record_is_recorded_by_the_next
     """Else a step saved again under that number would pass for recorded."""
     case = Case(ev.CheckpointCommitted(110, 1, "cadence", [], "bd")).to_selecting(history=120)
     case.select(100)
+    case.clear()
     assert case.records[0] == ev.CheckpointsSuperseded(100, [110])
     assert case.state.durable.on_disk == {100}
 
@@ -474,7 +527,7 @@ def test_no_hello_in_time_is_killed_and_counted() -> None:
     assert case.place == ("backoff", "")
 
 
-@pytest.mark.parametrize("stage", ["merging", "selecting", "spawning"])
+@pytest.mark.parametrize("stage", [*BEFORE_SPAWN, "spawning"])
 def test_a_late_frame_of_the_attempt_before_starts_nothing(stage: str) -> None:
     """A hello that was still under way when its trainer died, and when that death was complete,
     must not pass for the hello of the next attempt."""
@@ -581,7 +634,8 @@ def test_from_scratch_is_the_operators_word() -> None:
     case = Case(ev.CheckpointCommitted(100, 1, "cadence", [], "bd"))
     case.open(from_scratch=True)
     case.feed(ev.Merged, 120)
-    case.select(None, superseded=(100,))
+    case.select(None)
+    case.clear(100)
     assert case.acts[-1] == ev.Spawn(1, case.state.durable.open.nonce, 0, 1)  # type: ignore[union-attr]
     assert case.records[0] == ev.CheckpointsSuperseded(0, [100])
 
@@ -910,7 +964,7 @@ def test_stop_anywhere_ends_stopped_with_one_reply(place: str, operator: bool) -
     assert case.effects[-1].code == 0
     expected = (["s1"] if "stopping" in place else []) + (["s2"] if operator else [])
     assert sorted(reply.id for reply in replies) == expected
-    assert case.state.durable.attempt == (0 if place in ("merging", "selecting") else 1)
+    assert case.state.durable.attempt == (0 if place in BEFORE_SPAWN else 1)
     assert spawned == (place == "spawning")
 
 
@@ -1098,16 +1152,11 @@ def test_a_new_attempt_inherits_neither_the_link_nor_the_kill_of_the_one_before(
     assert case.state.durable.last_exit.cause == "signal"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("place", ["merging", "selecting", "spawning", "loading"])
+@pytest.mark.parametrize("place", [*BEFORE_SPAWN, "spawning", "loading"])
 def test_a_restart_of_what_is_starting_is_answered_when_it_runs(place: str) -> None:
     case = PLACES[place]()
     assert case.ask("restart") == []
-    if case.place == ("starting", "merging"):
-        case.feed(ev.Merged, 0)
-    if case.place == ("starting", "selecting"):
-        case.select(None)
-    if case.place == ("starting", "spawning"):
-        case.feed(ev.Spawned, PID, 77, "boot")
+    finish(case)
     case.hear("hello", step=0, pid=PID)
     assert case.acts == [ev.Reply("r1", "done", "", {"attempt": 1})]
 
@@ -1195,17 +1244,12 @@ def test_a_request_to_a_trainer_without_a_link_is_a_signal() -> None:
     assert case.ask("checkpoint", "c1") == [ev.Signal("USR1")]
 
 
-@pytest.mark.parametrize("place", ["merging", "selecting", "spawning", "loading"])
+@pytest.mark.parametrize("place", [*BEFORE_SPAWN, "spawning", "loading"])
 def test_a_request_waits_for_the_trainer_that_is_starting(place: str) -> None:
     case = PLACES[place]()
     assert case.ask("checkpoint", "c1") == []
     case.ask("checkpoint", "c2", at="boundary")
-    if case.place == ("starting", "merging"):
-        case.feed(ev.Merged, 0)
-    if case.place == ("starting", "selecting"):
-        case.select(None)
-    if case.place == ("starting", "spawning"):
-        case.feed(ev.Spawned, PID, 77, "boot")
+    finish(case)
     assert case.hear("hello", step=0, pid=PID) == [
         ev.Send("checkpoint", {"id": "c1", "at": "now"}),
         ev.Send("checkpoint", {"id": "c2", "at": "boundary"}),
@@ -1334,9 +1378,10 @@ def test_a_spoiled_checkpoint_is_quarantined_with_an_alarm(place: str) -> None:
     ]
 
 
-def test_nobody_asked_for_a_pause_and_so_nobody_ends_it() -> None:
+def test_a_pause_that_nobody_wants_is_ended() -> None:
+    """It was the last word of a supervisor that has died since."""
     case = Case().to_running()
-    assert case.hear("paused", step=7, id="p1") == []
+    assert case.hear("paused", step=7, id="p1") == [ev.Send("resume")]
     assert case.hear("farewell", why="stopped", step=7) == []
     assert case.state.trainer_phase == "exit"
 
@@ -1348,6 +1393,7 @@ def test_a_trainer_that_outlived_the_supervisor_is_adopted() -> None:
     case = Case().to_running(base=100).reopened()
     assert case.open("run", ours()) == [
         ev.Append(ev.Wished("run", "")),
+        *OPENING,
         ev.Append(ev.AttemptAdopted(1, PID)),
         ev.Adopt(PID),
     ]
@@ -1367,7 +1413,7 @@ def test_what_was_spawned_and_never_recorded_is_adopted_too() -> None:
 def test_a_trainer_that_died_with_the_supervisor_is_reaped_first() -> None:
     case = Case().to_running().reopened()
     case.open(None)
-    assert case.effects == [ev.Reap()]
+    assert case.effects == [*OPENING, ev.Reap()]
     assert case.place == ("backoff", "reaping")
     case.reap(step=5)
     assert case.records == [ev.AttemptEnded(1, "unknown", None, None, 5, True, 0, "")]

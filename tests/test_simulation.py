@@ -6,7 +6,7 @@ A failure names its seed; `simulate(seed)` plays the same schedule again, event 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,9 +17,9 @@ from world import TARGET_STEP, World
 from supervisor import events as ev
 from supervisor.contract import Json
 from supervisor.machine import TABLE, _impossible
-from supervisor.state import CAUSES, TERMINAL, State, apply, fold
+from supervisor.state import CAUSES, TERMINAL, Durable, State, apply, fold
 
-SEEDS: Final = 3_000
+SEEDS: Final = 5_000
 SOAK_SEEDS: Final = 100_000
 FAULT_SECONDS: Final = 120.0
 DRAIN_SECONDS: Final = 900.0
@@ -42,12 +42,13 @@ UNREACHED: Final[dict[Cell, str]] = {
 }
 
 # Where a life can be while it waits, as (phase, stage).
+STAGES: Final = ("merging", "selecting", "archiving", "clearing", "spawning")
 WITHOUT_DEADLINE: Final = (
-    *(("starting", stage) for stage in ("merging", "selecting", "spawning")),
+    *(("starting", stage) for stage in STAGES),
     *((phase, "") for phase in TERMINAL),
 )
 WAITING: Final = (
-    *(("starting", stage) for stage in ("merging", "selecting", "spawning", "loading")),
+    *(("starting", stage) for stage in (*STAGES, "loading")),
     *(("running", ""), ("stopping", ""), ("backoff", "")),
     *(("stopping", "reaping"), ("backoff", "reaping")),
 )
@@ -61,6 +62,7 @@ class Checks:
         self.cells: Counter[Cell] = Counter()
         self.requests: Counter[tuple[str, str, str]] = Counter()
         self.causes: Counter[str] = Counter()
+        self.pivots: Counter[str] = Counter()
         self.answers: dict[str, tuple[str, str, Json]] = {}
         self.last: State = State()
         self._instant = (0.0, 0)
@@ -87,12 +89,36 @@ class Checks:
             durable = apply(durable, record)
             if isinstance(record, ev.AttemptEnded):
                 self.causes[record.cause] += 1
+            if isinstance(record, ev.PolicySwitched):
+                self._switches(before, record)
         assert after.durable == durable, "the durable state changes through records only"
         check_spawn(before, after, effects)
         check_replies(before, effects)
         check_stop(before, after)
         check_end(before, after, effects)
         check_waiting(after, event)
+        check_pivot(after, event)
+
+    def _switches(self, before: State, switched: ev.PolicySwitched) -> None:
+        """The commit of a pivot: once a request, of what is all on the disk, and a live one leaves
+        no step behind."""
+        pivot, durable = before.durable.pivot, before.durable
+        assert pivot is not None
+        assert (pivot.request, pivot.parent) == (switched.request, switched.parent)
+        assert switched.request not in {epoch.request for epoch in durable.epochs}
+        assert switched.epoch == len(durable.epochs) + 1
+        assert {switched.archive, f"policy-{switched.epoch}"} <= self._world.disk.pivot_files
+        base_step = switched.base_step
+        assert base_step in self._world.disk.checkpoints, "the base is gone"
+        if pivot.to_step is not None:
+            assert base_step == pivot.to_step
+            self.pivots["rollback"] += 1
+        elif before.alone:
+            assert base_step <= before.history_step
+            self.pivots["alone"] += 1
+        else:
+            assert base_step == before.history_step
+            self.pivots[f"live, {pivot.at}"] += 1
 
     def _time_goes_on(self, now: float) -> None:
         instant, count = self._instant
@@ -122,7 +148,12 @@ class Checks:
             "nonce": spawn.nonce,
             "resume_step": spawn.resume_step,
             "epoch": spawn.epoch,
+            "until_step": spawn.until_step,
         }, "the process comes before its record"
+        durable = fold(self._journalled())
+        owner, until_step = durable.owner(spawn.resume_step)
+        assert (spawn.epoch, spawn.until_step) == (owner.number, until_step)
+        assert world.disk.run_epoch == durable.epoch, "run.toml is that of another epoch"
         base = spawn.resume_step
         assert base <= len(world.disk.synced_owners), "a checkpoint outran the history"
         if base:
@@ -152,13 +183,19 @@ class Checks:
         world, durable = self._world, self.last.durable
         assert world.life is None, f"still {world.life.state.phase} ({world.life.state.stage})"
         assert self.last.phase in TERMINAL
+        assert durable.pivot is None, "a pivot is neither done nor given up"
+        known = {f"policy-{epoch.number}" for epoch in durable.epochs}
+        known |= {epoch.archive for epoch in durable.epochs if epoch.archive}
+        assert world.disk.pivot_files == known, "an archive or a policy without its pivot"
+        check_history(durable, world.disk.owners)
         if self.last.phase == "stuck":
             return  # what holds the lock is not ours to end
         assert world.trainer is None or not world.trainer.alive
-        assert durable.open is None
+        assert durable.open is None or self.last.alone
         match self.last.phase:
             case "stopped":
-                assert durable.wish == "stop" or world.operator.signalled_stop
+                asked = durable.wish == "stop" or world.operator.signalled_stop
+                assert asked or self.last.alone
             case "failed":
                 assert durable.outcome == "failed"
                 assert durable.reason
@@ -187,6 +224,16 @@ def last_of(journal: list[Json], *kinds: str) -> Json | None:
     return found if found is not None and found["record"] == kinds[0] else None
 
 
+def check_history(durable: Durable, owners: Sequence[tuple[int, int]]) -> None:
+    """Every step belongs to the epoch that rules it, up to the base of one that has none yet."""
+    epoch = durable.epochs[-1]
+    ends = len(owners)
+    if owners and owners[-1][1] < epoch.number:
+        ends = min(ends, epoch.base_step)
+    for step in range(1, ends + 1):
+        assert owners[step - 1][1] == durable.owner(step - 1)[0].number, f"step {step}"
+
+
 # --- what holds of every decision ---
 
 
@@ -194,11 +241,12 @@ def check_spawn(before: State, after: State, effects: list[ev.Effect]) -> None:
     for number, effect in enumerate(effects):
         if isinstance(effect, ev.Spawn):
             started = ev.AttemptStarted(
-                effect.attempt, effect.nonce, effect.resume_step, effect.epoch
+                effect.attempt, effect.nonce, effect.resume_step, effect.epoch, effect.until_step
             )
             assert effects[number - 1] == ev.Append(started)
             assert before.durable.wish == "run"
             assert before.intent != "stop"
+            assert not before.alone, "a life for one pivot trains nothing"
             assert effect.attempt == before.durable.attempt + 1
             assert effect.resume_step <= after.history_step
             assert max(after.durable.on_disk, default=0) <= effect.resume_step
@@ -243,6 +291,7 @@ def check_end(before: State, after: State, effects: list[ev.Effect]) -> None:
     if ends:
         assert effects[-1] == exits[0]
         assert (after.checkpoints, after.stop_ids, after.restart_ids) == ((), (), ())
+        assert (after.pivot_ids, after.durable.pivot) == ((), None)
         assert exits[0].why == after.why
         code = 0 if after.phase in ("stopped", "finished") else 1
         assert exits[0].code == (130 if after.forced else code)
@@ -259,12 +308,23 @@ def check_waiting(after: State, event: ev.Event) -> None:
             assert (after.deadline is None) == (after.escalation == "killed")
         case ("running", ""):
             unseen = [r for r in after.checkpoints if r.sent_at is not None and not r.seen]
-            assert (after.deadline is None) == (not unseen)
+            assert (after.deadline is None) == (not unseen and after.unlinked_until is None)
         case ("stopping" | "backoff", "reaping"):
             pass  # the shell's part is bounded; a hastened stop still has a deadline
         case _:
             assert after.deadline is None
             assert (after.phase, after.stage) in WITHOUT_DEADLINE
+
+
+def check_pivot(after: State, event: ev.Event) -> None:
+    """An intent that nobody waits for is none: it is of this life, and given up with it."""
+    pivot = after.durable.pivot
+    if isinstance(event, ev.Opened):
+        assert pivot is None or (event.pivot is not None and pivot.request == event.request)
+    if pivot is not None:
+        assert pivot.request in after.pivot_ids
+    assert not after.pivoting or pivot is not None
+    assert not after.alone or after.phase != "running"
 
 
 # --- the runs ---
@@ -278,6 +338,7 @@ class Tally:
     requests: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     causes: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
+    pivots: Counter[str] = field(default_factory=Counter)
 
 
 def simulate(seed: int) -> Checks:
@@ -299,6 +360,7 @@ def simulate_all(seeds: Iterable[int]) -> Tally:
         tally.cells += checks.cells
         tally.requests += checks.requests
         tally.causes += checks.causes
+        tally.pivots += checks.pivots
         tally.ends[checks.last.phase] += 1
     return tally
 
@@ -324,7 +386,7 @@ def test_requests_come_in_every_phase_and_stage(tally: Tally) -> None:
     missing = {
         (*place, verb)
         for place in places
-        for verb in ("checkpoint", "stop", "restart")
+        for verb in ("checkpoint", "stop", "restart", "pivot")
         if (*place, verb) not in tally.requests
     }
     assert missing == set()
@@ -333,6 +395,10 @@ def test_requests_come_in_every_phase_and_stage(tally: Tally) -> None:
 def test_every_cause_of_death_and_every_end_occurs(tally: Tally) -> None:
     assert set(tally.causes) == set(CAUSES)
     assert set(tally.ends) == set(TERMINAL)
+
+
+def test_every_way_to_pivot_is_gone(tally: Tally) -> None:
+    assert set(tally.pivots) == {"live, boundary", "live, now", "rollback", "alone"}
 
 
 def test_a_world_is_its_seed() -> None:

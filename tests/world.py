@@ -20,7 +20,7 @@ from shell import Crash, Life
 
 from supervisor import events as ev
 from supervisor.contract import ExitCode, ExitLine, Json
-from supervisor.state import Rules, State
+from supervisor.state import Rules, State, fold
 
 RULES: Final = Rules(
     delay_seconds=1.0,
@@ -33,6 +33,7 @@ RULES: Final = Rules(
 )
 TARGET_STEP: Final = 14
 CADENCE: Final = 4
+PAUSE_SECONDS: Final = 10.0
 RUN_ID: Final = "0f3a"
 
 
@@ -58,6 +59,7 @@ class Checkpoint:
     attempt: int
     reason: str
     requests: tuple[str, ...]
+    epoch: int
     valid: bool
 
 
@@ -65,17 +67,21 @@ class Checkpoint:
 class Receipts:
     """`lines`: (step, whether it differs from the recorded one), and the exit line."""
 
+    epoch: int
     lines: list[tuple[int, bool] | ExitLine] = field(default_factory=list)
     synced: int = 0
 
 
 @dataclass(slots=True)
 class Disk:
-    """`owners[n]` is the attempt whose entry is the ledger's for step n + 1."""
+    """`owners[n]` is the (attempt, epoch) of the ledger's entry for step n + 1; `pivot_files` the
+    names in archive/ and policies/; `run_epoch` the epoch of run.toml."""
 
     journal: list[Json] = field(default_factory=list)
-    owners: list[int] = field(default_factory=list)
-    synced_owners: list[int] = field(default_factory=list)
+    owners: list[tuple[int, int]] = field(default_factory=list)
+    synced_owners: list[tuple[int, int]] = field(default_factory=list)
+    pivot_files: set[str] = field(default_factory=lambda: {"policy-1"})
+    run_epoch: int = 1
     receipts: dict[int, Receipts] = field(default_factory=dict)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
 
@@ -135,11 +141,18 @@ class World:
 
     # --- lives of the supervisor ---
 
-    def start(self, wish: str | None, request: str = "", from_scratch: bool = False) -> None:
+    def start(
+        self,
+        wish: str | None,
+        request: str = "",
+        from_scratch: bool = False,
+        pivot: Json | None = None,
+    ) -> None:
         if self.life is None:
+            self.operator.signalled_stop = False
             self.lives += 1
             self.life = Life(self, f"life{self.lives}")
-            self.life.open(wish, request, from_scratch)
+            self.life.open(wish, request, from_scratch, pivot)
 
     def crash(self) -> None:
         """SIGKILL to the supervisor. What the kernel has stays: the ledger, and as much of the
@@ -217,16 +230,18 @@ class Trainer:
         self.world = world
         self.pid = world.new_pid()
         self.attempt, self.nonce = spawn.attempt, spawn.nonce
+        self.epoch, self.until_step = spawn.epoch, spawn.until_step
         self.step = self.published = spawn.resume_step
         self.alive, self.hung = True, False
         self.loaded = self.owes_hello = self.handles_signals = False
         self.terms = self.usr1s = 0
         self.mail: list[tuple[str, Json]] = []
         self.wanted: dict[str, str] = {}
-        self.stop_wanted = False
+        self.stop_wanted = self.exit_wanted = self.resume_wanted = False
+        self.pause: str | None = None
         self.code: int | None = None
         self.signal: int | None = None
-        self.receipts = world.disk.receipts.setdefault(self.attempt, Receipts())
+        self.receipts = world.disk.receipts.setdefault(self.attempt, Receipts(self.epoch))
         self.deaf = world.chance(0.15)  # the link never stands
         self.numb = world.chance(0.1)  # SIGTERM is swallowed
         self.diverges = world.chance(0.05)
@@ -257,7 +272,7 @@ class Trainer:
 
     def _loaded(self) -> None:
         self._poll()
-        if self.terms or self.stop_wanted:
+        if self.terms or self.stop_wanted or self.exit_wanted:
             self._leave("stopped")
             return
         self.loaded = True
@@ -269,8 +284,9 @@ class Trainer:
             return
         self._poll()
         final = self.step >= TARGET_STEP
-        cadence = final or self.step % CADENCE == 0
-        stop = self.stop_wanted or self.terms > 0
+        ended = self.until_step is not None and self.step >= self.until_step
+        cadence = final or ended or self.step % CADENCE == 0
+        stop = self.stop_wanted or self.exit_wanted or self.terms > 0
         if self.step == 0:
             if stop:
                 self._leave("stopped")
@@ -280,14 +296,17 @@ class Trainer:
         requests = [id for id, at in self.wanted.items() if at == "now" or cadence]
         due = stop or cadence or bool(requests) or self.usr1s > 0
         if due and not (self.useless and (cadence or stop)):
+            pause = self.pause if cadence and not stop and not final else None
             named = (*requests, *((f"stop-{self.attempt}",) if self.stop_wanted else ()))
             signalled = "sigusr1" if self.usr1s else "cadence"
             reason = "sigterm" if self.terms else "operator" if named else signalled
+            end = "finished" if final else "stopped" if stop or ended else ""
             self.usr1s = 0
             self._then(
-                self.world.rng.uniform(0.1, 3.0), lambda: self._save(reason, named, stop, final)
+                self.world.rng.uniform(0.1, 3.0),
+                lambda: self._save("pivot" if pause else reason, named, end, pause),
             )
-        elif final or stop:
+        elif final or stop or ended:
             self._leave("finished" if final else "stopped")
         else:
             self._then(self.world.rng.uniform(0.2, 1.5), self._update)
@@ -300,7 +319,7 @@ class Trainer:
         self._say("step", step=self.step, loss=1.0)
         self._boundary()
 
-    def _save(self, reason: str, named: tuple[str, ...], stop: bool, final: bool) -> None:
+    def _save(self, reason: str, named: tuple[str, ...], end: str, pause: str | None) -> None:
         if self._mishap(0.03):
             return
         disk = self.world.disk
@@ -308,7 +327,7 @@ class Trainer:
             assert self.step not in disk.checkpoints, f"the name of step {self.step} is taken"
             self.receipts.synced = len(self.receipts.lines)
             disk.checkpoints[self.step] = Checkpoint(
-                self.step, self.attempt, reason, named, not self.world.chance(0.06)
+                self.step, self.attempt, reason, named, self.epoch, not self.world.chance(0.06)
             )
             self.published = self.step
             self.world.later(self.world.rng.uniform(0.0, 0.25), self.world_wakes)
@@ -326,10 +345,25 @@ class Trainer:
         )
         if self._mishap(0.05):
             return
-        if final or stop:
-            self._leave("finished" if final else "stopped")
+        if end:
+            self._leave(end)
+        elif pause is not None:
+            self.pause, self.resume_wanted = None, False
+            self._say("paused", step=self.step, id=pause)
+            self._wait_for_exit(self.world.now + PAUSE_SECONDS)
         else:
             self._then(self.world.rng.uniform(0.2, 1.5), self._update)
+
+    def _wait_for_exit(self, deadline: float) -> None:
+        if self._mishap(0.01):
+            return
+        self._poll()
+        if self.exit_wanted or self.terms:
+            self._leave("stopped")
+        elif self.resume_wanted or self.world.now >= deadline:
+            self._then(self.world.rng.uniform(0.2, 1.5), self._update)
+        else:
+            self._then(1.0, lambda: self._wait_for_exit(deadline))
 
     def _leave(self, why: str) -> None:
         if not self.world.chance(0.1):
@@ -430,6 +464,13 @@ class Trainer:
                 case "stop":
                     self.stop_wanted = True
                     self._say("seen", id=content["id"])
+                case "pause":
+                    self.pause = content["id"]
+                    self._say("seen", id=content["id"])
+                case "exit":
+                    self.exit_wanted = True
+                case "resume":
+                    self.resume_wanted = True
                 case "who" if self.loaded:
                     self._say_hello()
 
@@ -440,12 +481,12 @@ class Trainer:
 class Operator:
     """Asks at random, sometimes twice under one id; starts the supervisor again when it is gone."""
 
-    VERBS: Final = ("checkpoint",) * 6 + ("stop", "restart", "restart")
+    VERBS: Final = ("checkpoint",) * 4 + ("stop", "restart", "restart") + ("pivot",) * 5
     SIGNALS: Final = (("signal-usr1", "checkpoint"),) * 3 + (("signal-term", "stop"),)
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.asked: list[tuple[str, str, str]] = []
+        self.asked: list[tuple[str, str, str, Json]] = []
         self.interrupts = 0
         self.signalled_stop = False
 
@@ -479,10 +520,35 @@ class Operator:
                 self._interrupt(life, rng.choice((0.0, 0.0, 1.0)))
 
     def _request(self, life: Life, verb: str) -> None:
-        id = f"r{len(self.asked) + 1}"
-        at = self.world.rng.choice(("now", "now", "boundary"))
-        self.asked.append((id, verb, at))
-        life.ask(id, verb, at)
+        life.ask(*self._new(verb))
+
+    def _new(self, verb: str) -> tuple[str, str, str, Json]:
+        odds = ("now", "boundary", "boundary") if verb == "pivot" else ("now", "now", "boundary")
+        at = self.world.rng.choice(odds)
+        content = self._proposal(at) if verb == "pivot" else {}
+        self.asked.append((f"r{len(self.asked) + 1}", verb, at, content))
+        return self.asked[-1]
+
+    def _proposal(self, at: str) -> Json:
+        """A pivot, or every third time a rollback, checked against what the journal says; now and
+        then the check is out of date."""
+        rng = self.world.rng
+        records = (ev.record_from_json(line) for line in self.world.disk.journal)
+        durable = fold(record for record in records if record is not None)
+        steps = sorted(durable.on_disk)
+        to_step = rng.choice(steps) if steps and rng.random() < 0.3 else None
+        parent = durable.epochs[-1] if to_step is None else durable.owner(to_step - 1)[0]
+        stale = rng.random() < 0.05
+        return {
+            "at": at if to_step is None else "now",
+            "to_step": to_step,
+            "epoch": durable.epoch + stale,
+            "parent": parent.number,
+            "policy": "p",
+            "settings": "",
+            "policy_digest": "d2",
+            "reason": "",
+        }
 
     def _interrupt(self, life: Life, delay_seconds: float) -> None:
         def press() -> None:
@@ -495,7 +561,7 @@ class Operator:
     def _signal(self, life: Life, id: str, verb: str) -> None:
         if self.world.life is life:
             self.signalled_stop = self.signalled_stop or verb != "checkpoint"
-            life.ask(id, verb, "now", operator=False)
+            life.ask(id, verb, "now", {}, operator=False)
 
     def sees_a_change(self) -> None:
         """Much of what overlaps in life does so because of one cause."""
@@ -530,17 +596,27 @@ class Operator:
         wish = "run" if ended is not None else rng.choice((None, None, "run", "stop"))
         request = ""
         if wish == "stop":
-            stops = [id for id, verb, _ in self.asked if verb == "stop"]
-            fresh = f"r{len(self.asked) + 1}"
-            request = rng.choice([*stops[-1:], fresh])
-            if request == fresh:
-                self.asked.append((fresh, "stop", "now"))
+            stops = [asked for asked in self.asked if asked[1] == "stop"]
+            request = stops[-1][0] if stops and rng.random() < 0.5 else self._new("stop")[0]
 
         def start() -> None:
-            self.signalled_stop = False
             world.start(wish, request, rng.random() < 0.3)
 
-        world.later(rng.choice((0.1, 5.0, 20.0)), start)
+        delay = rng.choice((0.1, 5.0, 20.0))
+        world.later(delay, start)
+        if world.faulty and rng.random() < 0.3:
+            world.later(delay * rng.random(), self._pivot_unsupervised)
+
+    def _pivot_unsupervised(self) -> None:
+        """By the command itself, which is the supervisor for that long. It looks whether a trainer
+        lives, and may see it too late."""
+        world = self.world
+        pivots = [asked for asked in self.asked if asked[1] == "pivot"]
+        again = pivots and world.rng.random() < 0.2
+        id, _, _, content = world.rng.choice(pivots) if again else self._new("pivot")
+        alive = world.trainer is not None and world.trainer.alive
+        if world.life is None and not (alive and world.rng.random() < 0.9):
+            world.start(None, id, pivot=content)
 
     def drain(self) -> None:
         """Faults have stopped. A hang is nobody's to notice yet, so somebody must say stop."""

@@ -100,7 +100,7 @@ def _supervised(parser: argparse.ArgumentParser, directory: Path, save_at: Colle
     def settings() -> Settings:
         from supervisor import config
 
-        return config.load(directory / contract.RUN_FILE)
+        return config.load(life.settings_file or directory / contract.RUN_FILE)
 
     return _live(life, settings, save_at)
 

@@ -134,7 +134,13 @@ class Loop:
         ):
             print(f"exactness not claimed: {difference}", file=sys.stderr)
         return recipe.resumed(
-            self.settings, loaded, place, environment, self.directory, self._published
+            self.settings,
+            loaded,
+            place,
+            environment,
+            self.directory,
+            self._published,
+            self.life.epoch,
         )
 
     def _base(self) -> contract.Manifest | None:
@@ -225,7 +231,10 @@ class Loop:
             return STOPPED if self.link.stop_wanted() else None
         final = step >= steps
         self._audit(final)
-        cadence = final or step % self.settings.checkpoint.every == 0 or step in self._save_at
+        until = self.life.until_step
+        ended = until is not None and step >= until
+        regular = step % self.settings.checkpoint.every == 0 or step in self._save_at
+        cadence = final or ended or regular
         due = self.link.due(cadence=cadence)
         if due.reason is None:
             return None
@@ -236,7 +245,7 @@ class Loop:
                 return STOPPED
         if final:
             return FINISHED
-        return STOPPED if due.stop else None
+        return STOPPED if due.stop or ended else None
 
     def _save(self, due: Due) -> None:
         """One checkpoint a step at most; a request for a step that has one is answered by it."""

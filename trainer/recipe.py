@@ -198,22 +198,27 @@ def resumed(
     environment: Json,
     directory: Path,
     manifest: Manifest,
+    epoch: int,
 ) -> Training:
     """The state that the checkpoint `manifest` in `directory` holds, exactly.
+
+    Where it was written under an earlier epoch than `epoch`, a pivot lies between: the policy may
+    differ, the bandit begins anew, and arms that stay keep their cursors. All else runs through.
 
     Raises StateMismatch and its like (SamplerError, GeneratorError, curriculum.StateError), or
     CheckpointDamaged.
     """
     state = manifest.state
-    check_fits(manifest, settings, data)
+    pivoted = epoch > manifest.epoch
+    check_fits(manifest, settings, data, pivoted=pivoted)
     shape = shape_of(settings, data.tokenizer.vocabulary)
     decoder = model.build(shape, place, seed=None)
     checkpoint.load(directory, manifest, decoder.flat)
     decoder.assert_views()
     samplers = _samplers(settings, data)
     for name, sampler in samplers.items():
-        sampler.restore(_part(state, "arms", name, "sampler"))
-    policy = config.curriculum_policy(settings.policy)
+        if not pivoted or name in state["arms"]:
+            sampler.restore(_part(state, "arms", name, "sampler"))
     training = Training(
         settings=settings,
         data=data,
@@ -222,13 +227,13 @@ def resumed(
         model=decoder,
         optimizer=AdamW(decoder.flat, updates=manifest.step),
         samplers=samplers,
-        curriculum=curriculum.from_json(policy, state["bandit"]),
+        curriculum=_curriculum(settings, manifest, pivoted),
         targets_seen=state["targets_seen"],
         detectors=_detectors(manifest),
         best_evaluation=_best_evaluation(manifest),
         lineage=_lineage(manifest, run_id(settings)),
     )
-    check_counts(training, manifest.epoch)
+    check_counts(training, epoch)
     device.restore_rng(state["rng"], place)
     return training
 
@@ -252,6 +257,14 @@ def _samplers(settings: Settings, data: Data) -> dict[str, Sampler]:
         name: Sampler(name, arm.window_count, training.batch_windows, training.seed)
         for name, arm in data.arms.items()
     }
+
+
+def _curriculum(settings: Settings, manifest: Manifest, pivoted: bool) -> curriculum.State:
+    policy = config.curriculum_policy(settings.policy)
+    if not pivoted:
+        return curriculum.from_json(policy, manifest.state["bandit"])
+    left = config.curriculum_policy(_recorded(manifest).policy)
+    return curriculum.pivoted(curriculum.from_json(left, manifest.state["bandit"]), policy)
 
 
 def _detectors(manifest: Manifest) -> dict[str, int]:
@@ -294,12 +307,15 @@ def _lineage(manifest: Manifest, ours: str) -> tuple[tuple[str, int], ...]:
 # --- what a checkpoint must agree with ------------------------------------------------------------
 
 
-def check_fits(manifest: Manifest, settings: Settings, data: Data) -> None:
+def check_fits(
+    manifest: Manifest, settings: Settings, data: Data, *, pivoted: bool = False
+) -> None:
     """Raises StateMismatch, with both values of everything that differs, unless the checkpoint
-    was written under these settings and with this tokenizer and data."""
+    was written under these settings and with this tokenizer and data. After a pivot the policy
+    may differ, and arms may have come and gone."""
     differences = [
-        *_setting_differences(manifest, settings),
-        *_data_differences(manifest.state, data),
+        *_setting_differences(manifest, settings, pivoted),
+        *_data_differences(manifest.state, data, pivoted),
     ]
     if differences:
         listed = "\n  ".join(differences)
@@ -309,31 +325,37 @@ def check_fits(manifest: Manifest, settings: Settings, data: Data) -> None:
         )
 
 
-def _setting_differences(manifest: Manifest, settings: Settings) -> Iterator[str]:
-    where = f"checkpoint {manifest.step} configuration"
+def _recorded(manifest: Manifest) -> Settings:
     try:
-        recorded = config.parse(manifest.state["configuration"], where)
+        return config.parse(
+            manifest.state["configuration"], f"checkpoint {manifest.step} configuration"
+        )
     except config.ConfigError as error:
         raise StateMismatch(str(error)) from error
-    comparison = config.compare(recorded, settings)
-    for change in (*comparison.identity, *comparison.policy):
+
+
+def _setting_differences(manifest: Manifest, settings: Settings, pivoted: bool) -> Iterator[str]:
+    comparison = config.compare(_recorded(manifest), settings)
+    for change in (*comparison.identity, *([] if pivoted else comparison.policy)):
         # The name may be a fork's, and the target may have been another: neither is state.
         if not change.key.startswith("run.") and change.key != "training.steps":
             yield str(change)
     saved, now = manifest.state["policy_digest"], config.policy_digest(settings)
-    if saved != now:
+    if saved != now and not pivoted:
         yield f"policy_digest: saved {saved}, now {now}"
 
 
-def _data_differences(state: Json, data: Data) -> Iterator[str]:
+def _data_differences(state: Json, data: Data, pivoted: bool) -> Iterator[str]:
     pairs: list[tuple[str, object, object]] = [
         ("tokenizer rule", _part(state, "tokenizer", "rule"), data.tokenizer.rule),
         ("tokenizer digest", _part(state, "tokenizer", "digest"), data.tokenizer.digest),
     ]
-    if state["arms"].keys() != data.arms.keys():
+    if not pivoted and state["arms"].keys() != data.arms.keys():
         yield f"arms: saved {sorted(state['arms'])}, now {sorted(data.arms)}"
         return
     for name, arm in data.arms.items():
+        if name not in state["arms"]:
+            continue
         digest, windows = (_part(state, "arms", name, key) for key in ("corpus_digest", "windows"))
         pairs += [
             (f"arm {name}: corpus digest", digest, arm.digest),

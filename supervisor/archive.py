@@ -1,0 +1,120 @@
+"""What a pivot writes to disk: the archive of the old policy, the new policy, and afterwards the
+files that carry the epoch.
+
+What may live here: the file side of a pivot, run by the worker thread. Whether and when is decided
+in `pivoting`; the commit itself is a record in the journal.
+
+Invariants:
+- An archive appears whole, by one rename, before the commit. What has no PolicySwitched on record
+  is a leftover and is removed at the next start.
+- The ledger is never touched: the archive only notes how long it was and its digest.
+- run.toml and the sidecars of an epoch are a function of the journal and can be made again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+import orjson
+
+from supervisor import contract
+from supervisor import events as ev
+from supervisor.contract import Json, digest
+from supervisor.durable import fsync_directory, replace_file
+from supervisor.ledger import Ledger
+from supervisor.rundir import RunDirectory
+from supervisor.state import Durable
+
+DIGESTS_FILE: Final = "digests.json"
+PIVOT_FILE: Final = "pivot.json"
+ARCHIVE_PREFIX: Final = "pivot-"
+
+
+def archive_name(epoch: int, base_step: int) -> str:
+    return f"{ARCHIVE_PREFIX}{epoch:04d}-{contract.checkpoint_stem(base_step)}"
+
+
+def policy_name(epoch: int) -> str:
+    return f"{epoch:04d}.toml"
+
+
+def write_archive(
+    directory: RunDirectory, ledger: Ledger, effect: ev.Archive, new_epoch: int
+) -> str:
+    """Copies samples, state and policy, notes the ledger's length and digest and the reason, and
+    stores the new policy. Returns the archive's name. Raises OSError; then nothing is in place."""
+    name = archive_name(effect.epoch, effect.base_step)
+    archives = directory.path / contract.ARCHIVE
+    temporary = archives / f"{contract.TEMPORARY_PREFIX}{name}"
+    _remove(temporary)
+    temporary.mkdir(mode=0o700)
+    sources = [directory.samples, directory.state, directory.policies / policy_name(effect.epoch)]
+    digests: Json = {}
+    for source in sources:
+        if source.exists():
+            data = source.read_bytes()
+            replace_file(temporary / source.name, data)
+            digests[source.name] = digest(data)
+    entries, sha256 = (0, "") if ledger.last is None else ledger.binding(ledger.last.step)
+    told = orjson.dumps(
+        {
+            "epoch": effect.epoch,
+            "base_step": effect.base_step,
+            "request": effect.pivot.request,
+            "reason": effect.pivot.reason,
+            "ledger_entries": entries,
+            "ledger_sha256": sha256,
+        },
+        option=orjson.OPT_INDENT_2,
+    )
+    replace_file(temporary / PIVOT_FILE, told + b"\n")
+    digests[PIVOT_FILE] = digest(told + b"\n")
+    replace_file(
+        temporary / DIGESTS_FILE, orjson.dumps(digests, option=orjson.OPT_INDENT_2) + b"\n"
+    )
+    fsync_directory(temporary)
+    _remove(archives / name)
+    os.rename(temporary, archives / name)
+    fsync_directory(archives)
+    replace_file(directory.policies / policy_name(new_epoch), effect.pivot.policy.encode())
+    return name
+
+
+def sweep(directory: RunDirectory, archives: Iterable[str], epochs: int) -> None:
+    """Removes every archive and policy that no committed pivot speaks of."""
+    known = set(archives)
+    for path in (directory.path / contract.ARCHIVE).iterdir():
+        ours = path.name.startswith((ARCHIVE_PREFIX, contract.TEMPORARY_PREFIX))
+        if ours and path.name not in known:
+            _remove(path)
+    for path in directory.policies.iterdir():
+        number = path.name.split(".")[0]
+        if not number.isdecimal() or int(number) > epochs:
+            path.unlink()
+
+
+def _remove(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+        fsync_directory(path.parent)
+
+
+def epoch_files(durable: Durable) -> Iterator[tuple[str, str]]:
+    """Every file that carries an epoch, by its name in the run directory, with its content."""
+    for epoch in durable.epochs:
+        if epoch.policy:
+            yield f"{contract.POLICIES}/{policy_name(epoch.number)}", epoch.policy
+        if epoch.settings and epoch.number != durable.epoch:
+            yield settings_name(epoch.number), epoch.settings
+    current = durable.epochs[-1].settings
+    if current:
+        yield contract.RUN_FILE, current
+
+
+def settings_name(epoch: int) -> str:
+    """The effective settings of an epoch that no longer rules, for a fallback below its end."""
+    return f"{contract.POLICIES}/{epoch:04d}.run.toml"

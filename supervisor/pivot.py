@@ -1,0 +1,156 @@
+"""What is checked before a pivot is asked for: the policy file against the run, and its data.
+
+What may live here: the client's part of a pivot, a rollback and a look at policies. Nothing here
+touches the run; the daemon carries out what was found good, and only for the epoch that it was
+checked against.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from supervisor import config, contract
+from supervisor import events as ev
+from supervisor.changes import Change
+from supervisor.config import Settings
+from supervisor.contract import Json
+from supervisor.journal import read
+from supervisor.state import Durable, Epoch, fold
+
+CHECK_SECONDS: Final = 600.0
+
+
+class PolicyRefused(ValueError):
+    """The policy cannot rule this run; the text says which key, which value, and what would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A checked pivot: what the request to the daemon says, and what it would change."""
+
+    content: Json
+    changes: list[Change]
+    settings: Settings
+
+
+def durable_of(directory: Path) -> Durable:
+    """What the journal of a run adds up to. Takes no lock."""
+    lines, _ = read(directory / contract.JOURNAL_FILE)
+    records = (ev.record_from_json(line) for line in lines)
+    return fold(record for record in records if record is not None)
+
+
+def propose(
+    directory: Path, policy_file: Path | None, *, at: str, reason: str, to_step: int | None
+) -> Proposal:
+    """Checks everything that can be checked without touching the run.
+
+    `policy_file` None is for a rollback: the settings of the epoch that took `to_step`. Raises
+    PolicyRefused, config.ConfigError, or OSError where the file cannot be read.
+    """
+    durable = durable_of(directory)
+    if to_step is not None and to_step not in durable.on_disk:
+        steps = sorted(durable.on_disk)
+        raise PolicyRefused(f"there is no checkpoint of step {to_step}; there are {steps}")
+    parent = durable.epochs[-1] if to_step is None else durable.owner(to_step - 1)[0]
+    ruling = _ruling(durable, directory)
+    base = _settings_of(parent, ruling)
+    text, settings = ("", base) if policy_file is None else _submitted(base, policy_file)
+    changes = _checked(ruling, settings, policy_file)
+    if to_step is None and not changes:
+        raise PolicyRefused(f"{policy_file}: changes nothing; the run has this policy already")
+    if policy_file is not None and settings.trainer.command is None:
+        _check_data(settings)
+    content: Json = {
+        "at": at,
+        "epoch": durable.epoch,
+        "parent": parent.number,
+        "to_step": to_step,
+        "policy": text or config.dump_policy(settings),
+        "settings": config.dump(settings),
+        "policy_digest": config.policy_digest(settings),
+        "reason": reason,
+    }
+    return Proposal(content, changes, settings)
+
+
+def epoch_of(durable: Durable, request: str) -> Epoch | None:
+    """The epoch that this request has begun."""
+    return next((epoch for epoch in durable.epochs if epoch.request == request), None)
+
+
+def _ruling(durable: Durable, directory: Path) -> Settings:
+    """As the journal has them: a crash may have left run.toml behind."""
+    recorded = durable.epochs[-1].settings
+    if not recorded:
+        return config.load(directory / contract.RUN_FILE)
+    return config.parse_toml(recorded, str(directory / contract.JOURNAL_FILE))
+
+
+def _settings_of(epoch: Epoch, ruling: Settings) -> Settings:
+    """An epoch's settings with the operational ones of today; its own are as old as it is."""
+    if not epoch.settings:
+        return ruling
+    old = config.parse_toml(epoch.settings, "the journal")
+    return config.accept(old, config.compare(old, ruling).operational)
+
+
+def _submitted(base: Settings, policy_file: Path) -> tuple[str, Settings]:
+    """The text of the file and the base under it: its [policy] replaces the old one, other keys
+    overlay. The file is read once, so that what was checked is what is sent."""
+    try:
+        text = policy_file.read_bytes().decode()
+        submitted = tomllib.loads(text)
+    except ValueError as error:
+        problem = config.Problem(str(policy_file), "the whole", None, f"TOML in UTF-8 ({error})")
+        raise config.ConfigError([problem]) from error
+    allowed = {"policy", "training", "samples", "checkpoint", "evaluation"}
+    unknown = sorted(submitted.keys() - allowed)
+    if unknown:
+        raise config.ConfigError(
+            [
+                config.Problem(
+                    str(policy_file), name, None, f"only what a pivot may change: {sorted(allowed)}"
+                )
+                for name in unknown
+            ]
+        )
+    tree: dict[str, Any] = base.tree()
+    for section, table in submitted.items():
+        replaced = section == "policy" or not isinstance(table, dict)
+        tree[section] = table if replaced else {**tree[section], **table}
+    return text, config.parse(tree, str(policy_file))
+
+
+def _checked(ruling: Settings, settings: Settings, policy_file: Path | None) -> list[Change]:
+    comparison = config.compare(ruling, settings)
+    refused = [*comparison.identity, *comparison.operational]
+    if refused:
+        lines = "\n".join(f"  {change}" for change in refused)
+        raise PolicyRefused(f"{policy_file}: a pivot cannot change these:\n{lines}")
+    return comparison.policy
+
+
+def _check_data(settings: Settings) -> None:
+    """Loads and digests every arm in a process of the trainer's, which knows how."""
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
+        file.write(config.dump(settings))
+        file.flush()
+        check = subprocess.run(
+            [sys.executable, "-m", "trainer", "check", "--config", file.name],
+            capture_output=True,
+            timeout=CHECK_SECONDS,
+            check=False,
+        )
+    if check.returncode != 0:
+        text = check.stderr.decode("utf-8", "replace").strip().replace(file.name, "the policy")
+        raise PolicyRefused(text or f"the data check ended with code {check.returncode}")
+    orjson.loads(check.stdout)
