@@ -21,8 +21,7 @@ from typing import Final
 
 import orjson
 
-from supervisor import contract
-from supervisor import events as ev
+from supervisor import contract, events as ev
 from supervisor.contract import Json, digest
 from supervisor.durable import fsync_directory, replace_file
 from supervisor.ledger import Ledger

@@ -27,8 +27,7 @@ from typing import Final
 import orjson
 import zmq
 
-from supervisor import __version__, archive, contract, machine
-from supervisor import events as ev
+from supervisor import __version__, archive, contract, events as ev, machine
 from supervisor.attendant import LOOK_INTERVAL_SECONDS, Attendant
 from supervisor.checkpoints import find
 from supervisor.commit import Commit

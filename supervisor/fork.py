@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from supervisor import client, config, contract
-from supervisor import events as ev
+from supervisor import client, config, contract, events as ev
 from supervisor.checkpoints import BINARY, MANIFEST, find
 from supervisor.config import Settings
 from supervisor.contract import Entry, Json, Manifest, checkpoint_stem, digest

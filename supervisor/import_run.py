@@ -28,8 +28,7 @@ from typing import Final
 import orjson
 import tomli_w
 
-from supervisor import config, contract
-from supervisor import events as ev
+from supervisor import config, contract, events as ev
 from supervisor.checkpoints import BINARY
 from supervisor.config import Settings
 from supervisor.contract import ContractError, Entry, Json, checkpoint_stem

@@ -71,8 +71,7 @@ def verify(run: str | None, repair: bool, as_json: bool) -> int:
     \b
     Exit code: 0 all proven, 1 something is damaged or missing (each with file and place).
     """
-    from supervisor import repair as repairing
-    from supervisor import verify as proof
+    from supervisor import repair as repairing, verify as proof
 
     directory = _open(run)
     examine = repairing.repair if repair else proof.verify

@@ -23,8 +23,7 @@ from typing import Any, Final
 
 import orjson
 
-from supervisor import contract
-from supervisor import events as ev
+from supervisor import contract, events as ev
 from supervisor.contract import (
     AuditLine,
     ContractError,

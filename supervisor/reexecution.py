@@ -27,8 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from supervisor import config, contract
-from supervisor import events as ev
+from supervisor import config, contract, events as ev
 from supervisor.attendant import LOOK_INTERVAL_SECONDS, Attendant
 from supervisor.checkpoints import BINARY, MANIFEST, find
 from supervisor.comparison import Part, differing_parts

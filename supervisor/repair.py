@@ -15,8 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from supervisor import checkpoints, journal
-from supervisor import events as ev
+from supervisor import checkpoints, events as ev, journal
 from supervisor.ledger_proof import Advance
 from supervisor.rundir import RunDirectory, RunError, lock_holder, take_lock, take_trainer_lock
 from supervisor.verify import Condemned, Report, examine, no_progress

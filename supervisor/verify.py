@@ -23,8 +23,7 @@ from typing import Any, Final
 
 import orjson
 
-from supervisor import checkpoints, config, contract, journal
-from supervisor import events as ev
+from supervisor import checkpoints, config, contract, events as ev, journal
 from supervisor.checkpoint_proof import WHOLE, Verdict, promises, prove_checkpoint
 from supervisor.contract import ContractError, Json, checkpoint_stem
 from supervisor.ledger_proof import (

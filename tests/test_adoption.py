@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from runs_kit import DEADLINE_SECONDS, Run, kill, wait_for_end, wait_until
 
-from supervisor import contract
-from supervisor import events as ev
+from supervisor import contract, events as ev
 from supervisor.child import holders
 from supervisor.contract import Json
 from supervisor.machine import decide

@@ -12,8 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from supervisor import bandit, curriculum, mixture
 from supervisor.bandit import WINDOWED, Pool, Statistics, Tuning, Window

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from runs_kit import kill, wait_for_end, wait_until
 
-from supervisor import attendant, child, contract
-from supervisor import events as ev
+from supervisor import attendant, child, contract, events as ev
 from supervisor.attendant import Attendant
 from supervisor.log import Log
 from supervisor.rundir import RunDirectory, take_trainer_lock

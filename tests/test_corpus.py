@@ -21,8 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from trainer import corpus, documents, tokenizer
 from trainer.corpus import IGNORED_TARGET, Arm, DataError, Windows, collate, load_arm

@@ -14,12 +14,18 @@ import pytest
 import runs_kit
 from exactness_kit import TrainedRun, content_of
 from faults import Faults
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from supervisor import checkpoints, client, config, contract, journal, ledger
-from supervisor import events as ev
-from supervisor import fork as forking
+from supervisor import (
+    checkpoints,
+    client,
+    config,
+    contract,
+    events as ev,
+    fork as forking,
+    journal,
+    ledger,
+)
 from supervisor.contract import Entry, Json
 from supervisor.readback import Damaged, verify
 from supervisor.rundir import RunError, list_runs, take_lock

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 import trainer_kit as kit
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from supervisor import config, contract, curriculum
 from supervisor.contract import AuditLine, Entry, EnvironmentLine, EvaluationLine, Manifest

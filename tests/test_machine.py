@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import orjson
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from supervisor import events as ev
 from supervisor.contract import ContractError, ExitCode, ExitLine

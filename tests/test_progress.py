@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from runs_kit import wait_until
 
-from supervisor import events as ev
-from supervisor import progress
+from supervisor import events as ev, progress
 from supervisor.contract import Json
 from supervisor.progress import Reporter, describe, duration, live_line, number, plain_line
 

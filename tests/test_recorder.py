@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from faults import Faults
 
-from supervisor import contract, recorder
-from supervisor import events as ev
+from supervisor import contract, events as ev, recorder
 from supervisor.contract import (
     AuditLine,
     Entry,

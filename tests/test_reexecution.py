@@ -17,8 +17,7 @@ import checkpoint_kit
 import pytest
 import runs_kit
 from exactness_kit import DEADLINE_SECONDS, TrainedRun, content_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from supervisor import comparison, contract, reexecution
 from supervisor.contract import Entry, EnvironmentLine, ExitLine, Json, Manifest

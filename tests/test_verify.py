@@ -18,19 +18,16 @@ import checkpoint_kit
 import orjson
 import pytest
 from checkpoint_kit import RUN_ID, flip_bit, write_checkpoint
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from runs_kit import DEADLINE_SECONDS, Run
 
-from supervisor import contract, ledger
-from supervisor import events as ev
+from supervisor import contract, events as ev, ledger
 from supervisor.contract import CHUNK_BYTES, Entry, Json, checkpoint_stem
 from supervisor.durable import read_range
 from supervisor.journal import Journal
 from supervisor.ledger import Ledger
 from supervisor.ledger_proof import Begin, Binding, LedgerProof, Problem, prove_ledger
-from supervisor.readback import Found
-from supervisor.readback import verify as read_back
+from supervisor.readback import Found, verify as read_back
 from supervisor.repair import repair
 from supervisor.rundir import LockHeld, RunDirectory, RunError
 from supervisor.verify import Report, verify

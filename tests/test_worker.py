@@ -13,8 +13,7 @@ import pytest
 from faults import Faults
 from runs_kit import wait_until
 
-from supervisor import events as ev
-from supervisor import journal, ledger
+from supervisor import events as ev, journal, ledger
 from supervisor.commit import Commit
 from supervisor.contract import Entry
 from supervisor.journal import Journal
