@@ -310,11 +310,11 @@ class Marksman:
             pid = self.run.trainer()
             return pid if pid != self._killed else None
 
-        living: int | None = self._until(found, AIM_SECONDS, 0.01)
+        living: int | None = self._until(found)
         return living
 
     def _attempt(self) -> int:
-        opened = self._until(lambda: self.run.durable().open, AIM_SECONDS, 0.01)
+        opened = self._until(lambda: self.run.durable().open)
         return opened.attempt if opened is not None else 0
 
     def _aim(self, traces: Traces, descriptor: int, phase: str) -> bool:
@@ -327,27 +327,36 @@ class Marksman:
         # another experiment.
         wanted = self._died_at + self._chance.randint(1, CADENCE)
         if phase == "exit":
-            if not self._until(lambda: traces.phase()[1] >= wanted, AIM_SECONDS, 0.002):
+            if not self._watch(descriptor, lambda: traces.phase()[1] >= wanted):
                 return False
             signal.pidfd_send_signal(descriptor, signal.SIGTERM)
-            return bool(self._until(lambda: traces.phase()[0] == phase, AIM_SECONDS, LOOK_SECONDS))
+            return self._watch(descriptor, lambda: traces.phase()[0] == phase)
 
         def there() -> bool:
             found, step = traces.phase()
             # A stage of a millisecond may be missed a few times; the run must not end meanwhile.
             return step >= wanted and (found in (phase, "exit") or step >= wanted + 2 * CADENCE)
 
-        return bool(self._until(there, AIM_SECONDS, LOOK_SECONDS))
+        return self._watch(descriptor, there)
 
-    def _until(self, happened: Callable[[], Any], seconds: float, pause: float) -> Any:
-        limit = time.monotonic() + seconds
+    def _watch(self, descriptor: int, happened: Callable[[], bool]) -> bool:
+        """Waits until it happened; False where the trainer ended first, or it took too long."""
+        limit = time.monotonic() + AIM_SECONDS
+        while time.monotonic() < limit:
+            if happened():
+                return True
+            if select.select([descriptor], [], [], LOOK_SECONDS)[0]:
+                return False
+        return False
+
+    def _until(self, happened: Callable[[], Any]) -> Any:
+        """What happened, once it is true; None where the run ended first, or it took too long."""
+        limit = time.monotonic() + AIM_SECONDS
         while time.monotonic() < limit:
             found = happened()
-            if found:
+            if found or self.run.ended() is not None:
                 return found
-            if self.run.ended() is not None:
-                return None
-            time.sleep(pause)
+            time.sleep(0.01)
         return None
 
 

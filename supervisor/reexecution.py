@@ -30,10 +30,9 @@ from typing import Final
 from supervisor import config, contract, events as ev
 from supervisor.attendant import LOOK_INTERVAL_SECONDS, Attendant
 from supervisor.checkpoints import BINARY, MANIFEST, find
-from supervisor.comparison import Part, differing_parts
+from supervisor.comparison import Part, compare_checkpoints
 from supervisor.config import Settings
 from supervisor.contract import (
-    ContractError,
     Entry,
     EnvironmentLine,
     ExitLine,
@@ -380,12 +379,7 @@ class Comparison:
 
     def _differs_at(self, step: int) -> bool:
         directories = (self._plan.directory.checkpoints, self._scratch.checkpoints)
-        recorded, now = (_manifest(directory, step) for directory in directories)
-        parts = differing_parts(recorded, now, *directories)
-        if _evaluated(recorded) != _evaluated(now):
-            # A stop was asked for and the evaluation left to the next life, which made it before
-            # its first step: only in between does the bandit not know of it.
-            parts = [part for part in parts if not part.name.startswith("bandit.")]
+        recorded, parts = compare_checkpoints(step, *directories)
         if parts:
             before = self._environment_of(recorded.attempt, recorded)
             self._found(step, "checkpoint", tuple(parts), before)
@@ -401,17 +395,5 @@ class Comparison:
         return found or (manifest.state["environment"] if manifest is not None else {})
 
 
-def _evaluated(manifest: Manifest) -> object:
-    return manifest.state["detectors"].get("evaluated_step")
-
-
 def _shown(value: float | str | None) -> float | str | None:
     return contract.encode_number(value) if isinstance(value, float) else value
-
-
-def _manifest(directory: Path, step: int) -> Manifest:
-    path = directory / (checkpoint_stem(step) + MANIFEST)
-    try:
-        return contract.parse_manifest(path.read_bytes(), str(path))
-    except ContractError as error:
-        raise RunError(f"{error}; `supervisor verify` says what else is damaged") from error
