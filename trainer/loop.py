@@ -81,7 +81,9 @@ class Loop:
         self.link = link
         self._save_at = frozenset(save_at)
         self.life = link.life
-        self.directory = link.life.run_directory / contract.CHECKPOINTS
+        # Supervised, through the descriptor: the run directory may be renamed while we train.
+        home = link.directory if link.life.supervised else link.life.run_directory
+        self.directory = home / contract.CHECKPOINTS
         self._training: Training | None = None
         self._published: contract.Manifest | None = None
         self._progress = Progress(settings.training.steps, wanted=not link.life.supervised)
