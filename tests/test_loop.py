@@ -602,7 +602,7 @@ def test_a_pause_is_saved_and_left_when_told_to_exit(supervised: Callable[..., A
 
 
 def manifest_at(trainer: loop.Loop, step: int) -> Manifest:
-    return checkpoint.read_manifest(trainer.directory, step)
+    return checkpoint.read_manifest(trainer.life.run_directory / contract.CHECKPOINTS, step)
 
 
 def test_a_pause_that_nobody_ends_is_over_after_its_time(
