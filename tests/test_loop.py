@@ -572,7 +572,9 @@ def test_a_request_is_answered_by_the_boundary_it_asked_for(supervised: Callable
         10: ("operator", ["enough"]),
     }
     for message in peer.verbs("saved"):
-        manifest = checkpoint.verify(trainer.directory, message["step"])
+        manifest = checkpoint.verify(
+            trainer.life.run_directory / contract.CHECKPOINTS, message["step"]
+        )
         assert message["digest"] == manifest.binary_digest
         assert list(manifest.requests) == message["requests"]
     (hello,) = {m["parameters"]: m for m in peer.verbs("hello")}.values()
