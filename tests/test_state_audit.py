@@ -195,7 +195,11 @@ class Home:
         return checkpoint.read_manifest(self.saved, step)
 
     def resume(
-        self, step: int, manifest: Manifest | None, binary: bytes | None = None
+        self,
+        step: int,
+        manifest: Manifest | None,
+        binary: bytes | None = None,
+        epoch: int = 1,
     ) -> kit.Lived:
         """One step more from the checkpoint of `step`, whose members may be altered."""
         shutil.rmtree(self.settings.run.directory)
@@ -208,7 +212,7 @@ class Home:
         if binary is not None:
             (self.directory / f"{stem}.bin").write_bytes(binary)
         script = {step + 1: kit.term}
-        return kit.live(self.settings, attempt=2, script=script, resume_step=step)
+        return kit.live(self.settings, attempt=2, script=script, resume_step=step, epoch=epoch)
 
     def unaltered(self, step: int) -> kit.Lived:
         if step not in self._unaltered:
@@ -561,10 +565,10 @@ def test_from_a_second_epoch_on_counts_are_bounds(home: Home) -> None:
             home.resume(MIDDLE, manifest)
         later = replace(manifest, epoch=2)
         if allowed:
-            assert home.resume(MIDDLE, later).entries[0].step == MIDDLE + 1
+            assert home.resume(MIDDLE, later, epoch=2).entries[0].step == MIDDLE + 1
         else:
             with pytest.raises(StateMismatch, match=CONTRADICTION):
-                home.resume(MIDDLE, later)
+                home.resume(MIDDLE, later, epoch=2)
 
 
 def test_fc58_another_number_of_processes_is_refused(home: Home) -> None:

@@ -126,7 +126,7 @@ class Loop:
             EnvironmentLine(self.life.attempt, environment | {"settings_digest": settings_digest})
         )
         self._published = self._base()
-        loaded = data.load(self.settings, self.link.stop_wanted)
+        loaded = self._data()
         if loaded is None or self.link.stop_wanted():
             return None
         if self._published is None:
@@ -144,6 +144,18 @@ class Loop:
             self._published,
             self.life.epoch,
         )
+
+    def _data(self) -> data.Data | None:
+        try:
+            return data.load(self.settings, self.link.stop_wanted)
+        except DataError as error:
+            if self._published is None:
+                raise
+            # Training on without it would leave its pulls in every sum: a zombie arm.
+            raise DataError(
+                f"{error}. A run does not go on without an arm of its policy; put the text back, or"
+                " drop the arm by a pivot: supervisor pivot --policy FILE, where FILE lacks it"
+            ) from error
 
     def _base(self) -> contract.Manifest | None:
         """The checkpoint to resume from: the one we were told, or the newest that is proven."""

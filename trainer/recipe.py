@@ -227,7 +227,7 @@ def resumed(
         model=decoder,
         optimizer=AdamW(decoder.flat, updates=manifest.step),
         samplers=samplers,
-        curriculum=_curriculum(settings, manifest, pivoted),
+        curriculum=_curriculum(settings, data, manifest, pivoted),
         targets_seen=state["targets_seen"],
         detectors=_detectors(manifest),
         best_evaluation=_best_evaluation(manifest),
@@ -259,12 +259,19 @@ def _samplers(settings: Settings, data: Data) -> dict[str, Sampler]:
     }
 
 
-def _curriculum(settings: Settings, manifest: Manifest, pivoted: bool) -> curriculum.State:
+def _curriculum(
+    settings: Settings, data: Data, manifest: Manifest, pivoted: bool
+) -> curriculum.State:
     policy = config.curriculum_policy(settings.policy)
-    if not pivoted:
-        return curriculum.from_json(policy, manifest.state["bandit"])
-    left = config.curriculum_policy(_recorded(manifest).policy)
-    return curriculum.pivoted(curriculum.from_json(left, manifest.state["bandit"]), policy)
+    sources, steps = _sources(settings, data), settings.training.steps - manifest.step
+    if pivoted:
+        left = config.curriculum_policy(_recorded(manifest).policy)
+        old = curriculum.from_json(left, manifest.state["bandit"])
+        return curriculum.pivoted(old, policy, steps=steps, **sources)
+    state = curriculum.from_json(policy, manifest.state["bandit"])
+    if settings.training.steps == _recorded(manifest).training.steps:
+        return state
+    return curriculum.extended(state, sources["round_pulls"], steps)
 
 
 def _detectors(manifest: Manifest) -> dict[str, int]:
