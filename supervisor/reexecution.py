@@ -48,7 +48,7 @@ from supervisor.log import Log
 from supervisor.readback import Damaged, verify
 from supervisor.replay import environment_changes, likely_class
 from supervisor.rundir import RunDirectory, RunError, read_json
-from supervisor.state import fold
+from supervisor.state import Durable, fold
 
 LOOK_MILLISECONDS: Final = 50
 ATTEMPT: Final = 1
@@ -132,7 +132,7 @@ def plan(path: Path, start: int, stop: int | None) -> Plan:
         )
     return Plan(
         directory=directory,
-        settings=settings,
+        settings=_settings_under(epoch, settings, _durable(directory)),
         start=start,
         stop=stop,
         epoch=epoch,
@@ -145,6 +145,18 @@ def plan(path: Path, start: int, stop: int | None) -> Plan:
         base=_base(directory, start) if start else None,
         environments=read_json(directory.training) or {},
     )
+
+
+def _settings_under(epoch: int, newest: Settings, durable: Durable) -> Settings:
+    """The settings of that epoch as the journal has them. Raises RunError where it knows none."""
+    found = next((one for one in durable.epochs if one.number == epoch), None)
+    if found is None:
+        raise RunError(f"the journal of {durable.run} has no epoch {epoch}, but the ledger has")
+    return config.parse_toml(found.settings, contract.JOURNAL_FILE) if found.settings else newest
+
+
+def _durable(directory: RunDirectory) -> Durable:
+    return fold(filter(None, map(ev.record_from_json, read(directory.journal)[0])))
 
 
 def _check_stretch(
@@ -165,7 +177,7 @@ def _check_stretch(
 
 def _base(directory: RunDirectory, step: int) -> Manifest:
     """The manifest of the checkpoint to begin from, read back whole. Raises RunError."""
-    durable = fold(filter(None, map(ev.record_from_json, read(directory.journal)[0])))
+    durable = _durable(directory)
     found = {one.step: one for one in find(directory.checkpoints)}
     if step not in found:
         listed = ", ".join(map(str, found)) or "none"

@@ -603,8 +603,8 @@ def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert corpus.cache_directory() == Path("/somewhere/trainer-supervisor")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", "/home/user")
-    assert corpus.cache_directory() == Path("/home/user/.cache/trainer-supervisor")
+    monkeypatch.setenv("HOME", "/users/one")
+    assert corpus.cache_directory() == Path("/users/one/.cache/trainer-supervisor")
 
 
 # --- across processes -----------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_the_file_system_is_that_of_the_deepest_mount(monkeypatch: pytest.Monkey
         "tmpfs /mntx tmpfs rw 0 0\n"
     )
     monkeypatch.setattr(Path, "read_text", lambda self, **more: mounts)
-    assert rundir.file_system(Path("/home/x")) == "ext4"
+    assert rundir.file_system(Path("/data/x")) == "ext4"
     assert rundir.file_system(Path("/mnt/runs/a")) == "nfs4"
     assert rundir.file_system(Path("/mnt")) == "nfs4"
     assert rundir.file_system(Path("/mnt/with space/a")) == "xfs"
