@@ -25,6 +25,7 @@ from supervisor import (
     fork as forking,
     journal,
     ledger,
+    reexecution,
 )
 from supervisor.contract import Entry, Json
 from supervisor.readback import Damaged, verify
@@ -171,6 +172,56 @@ def test_a_fork_of_a_fork_knows_all_its_ancestors(parent: runs_kit.Run) -> None:
     early = forking.fork(first.directory, 20, parent.home / "early")
     assert durable_of(early.directory).lineage == ((origin, 20), (first.run_id, 20))
     assert durable_of(early.directory).attempt == 2
+
+
+POLICY = """
+[training]
+learning_rate = 0.02
+
+[policy]
+kind = "static"
+
+[[policy.arms]]
+name = "prose"
+files = ["{home}/prose.jsonl"]
+
+[[policy.arms]]
+name = "code"
+files = ["{home}/code/*.txt"]
+weight = 3.0
+"""
+
+
+def test_forks_and_re_executions_know_which_policy_ruled_when(run_home: Path) -> None:
+    """Epoch 2 begins with step 9. Each side of it is executed again under its own policy; a fork at
+    the pivot goes on with the new one as the parent did, a fork before it with the old one."""
+    run = TrainedRun(run_home, "parent", training={"steps": 8}).trained()
+    policy = run_home / "policy.toml"
+    policy.write_text(POLICY.format(home=run_home))
+    assert run.supervisor("pivot", str(run.directory), "--policy", str(policy)).returncode == 0
+    longer = ["--set", "training.steps=12"]
+    started = run.supervisor("start", "--config", f"{run.directory}/run.toml", *longer)
+    assert started.returncode == 0, started.stderr
+    assert [entry.epoch for entry in run.history()] == [1] * 8 + [2] * 4
+    for start, stop in ((4, 8), (8, 12)):
+        report = reexecution.execute(reexecution.plan(run.directory, start, stop), run.variables())
+        assert (report.difference, report.checkpoints_compared) == (None, [stop])
+
+    early = forking.fork(run.directory, 4, run_home / "early")
+    assert durable_of(early.directory).epoch == 1
+    assert config.load(early.directory / "run.toml").training.learning_rate == 0.01
+    made = forking.fork(run.directory, 8, run_home / "child")
+    assert durable_of(made.directory).epoch == 2
+    assert [one.base_step for one in durable_of(made.directory).epochs] == [0, 8]
+    done = run.supervisor("start", "--config", f"{made.directory}/run.toml")
+    assert done.returncode == 0, done.stderr
+    rows = ledger.read_entries(made.directory / "child.loss.json")[0]
+    for ours, theirs in zip(rows, run.history(), strict=True):
+        assert contract.differing_fields(ours, theirs) == ()
+        assert ours.epoch == theirs.epoch
+    for place in (made.directory, early.directory):
+        verified = run.supervisor("verify", str(place))
+        assert verified.returncode == 0, verified.stdout
 
 
 def test_no_ancestor_counts_beyond_the_fork() -> None:

@@ -233,7 +233,7 @@ def resumed(
         best_evaluation=_best_evaluation(manifest),
         lineage=_lineage(manifest, run_id(settings)),
     )
-    check_counts(training, epoch)
+    check_counts(training, max(epoch, manifest.epoch))
     device.restore_rng(state["rng"], place)
     return training
 
