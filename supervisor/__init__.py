@@ -4,13 +4,21 @@ The map. A module imports only from its own layer and those before it. A trainer
 contract, config, curriculum and link; nothing of `trainer` is imported here.
 
     0  contract.py             the words and shapes that cross a process boundary
-    0  events.py               what the machine hears, speaks and remembers
+    0  records.py              what the journal keeps
+    0  events.py               what the machine hears and speaks
 
     1  projection.py           preferences to shares, shares to picks; arithmetic
+    1  bandit.py               what losses say about arms: rewards, confidence, preferences
+    1  policy.py               what a policy says of its arms, and whether it can be carried out
+    1  curriculum_state.py     the curriculum between two steps, and its saved form
+    1  mixture.py              the decision: what a state knows becomes shares
+    1  coherence.py            how a text repeats itself: scores, no judgement of its content
     1  curriculum.py           which arm the next step trains on
     1  replay.py               what an attempt adds to the history, and what it only proves
     1  state.py                what the lifecycle knows
     1  moves.py                what its decisions are made of: start, spawn, stop, back off, end
+    1  pivoting.py             a change of policy as one transaction, decided
+    1  requests.py             what an operator's request leads to
     1  machine.py              the lifecycle: decide(state, event), apply(record); no clock, no file
 
     2  schema.py               the settings: tables, keys, rules between values
@@ -29,7 +37,8 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     3  tail.py                 the end of a log that somebody else writes
 
     4  worker.py               the one thread that waits for the disk
-    4  commit.py               one group of writes, the worker's job
+    4  commit.py               groups of writes, and the effects that wait for them
+    4  archive.py              what a pivot writes: the archive, and the files of an epoch
     4  checkpoint_requests.py  what the helper process does with one request
     4  verifier.py             the helper process that reads and removes checkpoints
     4  child.py                one child process and what can be proven about it
@@ -48,14 +57,20 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     6  reexecution.py          a stretch of a run executed again and compared
     6  fork.py                 a new run out of a checkpoint of another
     6  exactness_commands.py   commands about exactness and its use
+    6  pivot.py                what is checked before a pivot is asked for
+    6  policy_commands.py      pivot, rollback, policy
     6  doctor.py               what on this machine would get in the way of a run
     6  ledger_proof.py         one pass over a ledger that forgives nothing
     6  checkpoint_proof.py     the verdict on one checkpoint, and where it is damaged
+    6  repair.py               what may be done about damage: bad checkpoints set aside
     6  verify.py               a whole run, read back and compared with what was recorded
     6  history.py              exports of the history
     6  import_run.py           a run of another program becomes one of ours
     6  proof_commands.py       verify, history, import
     6  start.py                the start command, before the loop and after it
+    6  terminal.py             what all commands share
+    6  control_commands.py     start, stop, restart, checkpoint
+    6  view_commands.py        status, list, logs, samples, checkpoints, doctor
     6  cli.py                  the commands
     6  __main__.py             the entry point; loads what the command needs and no more
 

@@ -15,19 +15,21 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
 import orjson
 
-from supervisor import contract
-from supervisor import events as ev
+from supervisor import contract, events as ev
 from supervisor.contract import Json, digest
 from supervisor.durable import fsync_directory, replace_file
 from supervisor.ledger import Ledger
+from supervisor.recorder import Recorder
 from supervisor.rundir import RunDirectory
 from supervisor.state import Durable
+from supervisor.worker import Job, Outcome
 
 DIGESTS_FILE: Final = "digests.json"
 PIVOT_FILE: Final = "pivot.json"
@@ -121,3 +123,71 @@ def epoch_files(durable: Durable) -> Iterator[tuple[str, str]]:
 def settings_name(epoch: int) -> str:
     """The effective settings of an epoch that no longer rules, for a fallback below its end."""
     return f"{contract.POLICIES}/{epoch:04d}.run.toml"
+
+
+class EpochFiles:
+    """The daemon's hand on these files. `submit` gives a job to the worker and its outcome to a
+    callback; `emit` takes an event, `alarm` a name and a detail (empty: all is well)."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        ledger: Ledger,
+        recorder: Recorder,
+        *,
+        submit: Callable[[Job, Callable[[Outcome], None]], None],
+        emit: Callable[[ev.Event], None],
+        alarm: Callable[[str, str], None],
+    ) -> None:
+        self._directory = directory
+        self._ledger = ledger
+        self._recorder = recorder
+        self._submit = submit
+        self._emit = emit
+        self._alarm = alarm
+
+    def archive(self, effect: ev.Archive, new_epoch: int) -> None:
+        sidecars = self._recorder.take_files()  # the selection has just brought one up to date
+
+        def job() -> str:
+            for path, content in sidecars.items():
+                replace_file(path, content)
+            return write_archive(self._directory, self._ledger, effect, new_epoch)
+
+        def done(outcome: Outcome) -> None:
+            problem = ""
+            if outcome.error is not None:
+                self._recorder.give_back(None, sidecars)
+                problem = f"the archive could not be written: {outcome.error}"
+            name = outcome.result or ""
+            self._emit(ev.Archived(time.monotonic(), effect.base_step, name, problem))
+
+        self._submit(job, done)
+
+    def sweep(self, durable: Durable) -> None:
+        names = [epoch.archive for epoch in durable.epochs if epoch.archive]
+
+        def job() -> None:
+            sweep(self._directory, names, len(durable.epochs))
+
+        def done(outcome: Outcome) -> None:
+            self._alarm("sweep", str(outcome.error) if outcome.error else "")
+
+        self._submit(job, done)
+
+    def regenerate(self, durable: Durable) -> list[ev.FileStored]:
+        """run.toml, the policies and the sidecars as the journal says they are, all of which a
+        crash may have left as they were before the commit; what is new to the record."""
+        ruling = durable.epochs[-1]
+        self._recorder.begin_epoch(ruling.number, ruling.base_step, ruling.policy_digest)
+        on_record = dict(durable.stored)
+        stored = []
+        for name, text in epoch_files(durable):
+            content = text.encode()
+            path = self._directory.path / name
+            sha256 = digest(content)
+            if on_record.get(name) != sha256:
+                stored.append(ev.FileStored(name, sha256))
+            if not path.exists() or path.read_bytes() != content:
+                self._recorder.store(path, content)
+        return stored

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from supervisor import child, contract
-from supervisor import events as ev
+from supervisor import child, contract, events as ev
 from supervisor.archive import settings_name
 from supervisor.log import Log
 from supervisor.rundir import RunDirectory, take_trainer_lock

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from supervisor import contract, readback
-from supervisor import events as ev
+from supervisor import contract, events as ev, readback
 from supervisor.checkpoint_requests import summary
 from supervisor.checkpoints import MANIFEST
 from supervisor.contract import CHECKPOINTS, CHUNK_BYTES, HEADER_BYTES, ContractError, Json

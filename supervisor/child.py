@@ -57,9 +57,7 @@ def handles_signal(pid: int, number: int) -> bool:
     return False
 
 
-def holders(
-    lock_path: Path, nonce: str, main: AttemptSpawned | None = None
-) -> tuple[Holder, ...]:
+def holders(lock_path: Path, nonce: str, main: AttemptSpawned | None = None) -> tuple[Holder, ...]:
     """Every process that has trainer.lock open, by inode. Processes of other users are not
     visible and cannot hold it: the run directory is owner-only.
 
@@ -80,7 +78,7 @@ def holders(
         found.append(
             Holder(
                 pid=pid,
-                ours=bool(nonce) and _environment(pid).get(contract.ENV_NONCE) == nonce,
+                ours=bool(nonce) and _carries(pid, nonce),
                 leader=_session(pid) == pid if main is None else _is(pid, main),
                 command=_command(pid),
             )
@@ -105,6 +103,20 @@ def _has_open(pid: int, device: int, inode: int) -> bool:
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
     return False
+
+
+def _carries(pid: int, nonce: str) -> bool:
+    """Whether the process is of the attempt with this nonce. One that is ending has lost the memory
+    that its environment was in, while the lock is open for some milliseconds more: it can no longer
+    write, and must not be taken for a stranger."""
+    return _environment(pid).get(contract.ENV_NONCE) == nonce or _is_ending(pid)
+
+
+def _is_ending(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/statm").read_bytes().startswith(b"0 ")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def _environment(pid: int) -> dict[str, str]:

@@ -1,19 +1,32 @@
-"""One group of writes on its way to the disk: the job that the worker thread does.
+"""What must be on the disk before anybody may see it: groups of writes, and what waits for them.
 
-What may live here: the order of durability. Ledger first, then the journal that speaks of it,
-then the sidecars that can be made again from both.
+What may live here: the order of durability (ledger first, then the journal that speaks of it, then
+the sidecars that can be made again from both), and the queue of effects behind it.
+
+Invariants:
+- One commit is under way at a time; what comes meanwhile makes the next one.
+- An effect that follows an Append in one decision is handed out only when that record is durable,
+  and effects are handed out in the order in which they were decided.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Final
 
 from supervisor import events as ev
 from supervisor.contract import Json
 from supervisor.durable import replace_file
 from supervisor.journal import Journal
 from supervisor.ledger import Ledger
+from supervisor.recorder import Recorder
+from supervisor.worker import Worker
+
+RETRY_SECONDS: Final = 1.0
 
 
 class Commit:
@@ -70,3 +83,96 @@ class Commit:
             with contextlib.suppress(LookupError):
                 count, sha256 = self._ledger.binding(step)
         return {**line, "ledger_entries": count, "ledger_sha256": sha256}
+
+
+class Pipeline:
+    """Records on their way to the journal, and the effects that wait for them.
+
+    `trouble` says why nothing becomes durable, or nothing; `retry_at` when that is tried again.
+    """
+
+    def __init__(
+        self, ledger: Ledger, journal: Journal, worker: Worker, recorder: Recorder
+    ) -> None:
+        self.trouble = ""
+        self.retry_at: float | None = None
+        self._ledger = ledger
+        self._journal = journal
+        self._worker = worker
+        self._recorder = recorder
+        self._records: list[tuple[ev.Record, float]] = []
+        self._held: deque[tuple[int, ev.Effect]] = deque()
+        self._batch = 1  # the commit that is being filled; everything below is durable
+        self._commit: Commit | None = None
+        self._ticket = 0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way and nothing that was read waits to be."""
+        return self._commit is None and not self._recorder.unsynced
+
+    @property
+    def busy(self) -> bool:
+        return self._commit is not None
+
+    @property
+    def empty(self) -> bool:
+        return self.idle and not self._records
+
+    def remember(self, record: ev.Record) -> None:
+        self._records.append((record, time.time()))
+
+    def queue(self, effects: Iterable[ev.Effect]) -> list[ev.Record]:
+        """Takes the effects of one decision; returns the records among them."""
+        records = []
+        barrier = self._held[-1][0] if self._held else 0
+        for effect in effects:
+            if isinstance(effect, ev.Append):
+                self.remember(effect.record)
+                records.append(effect.record)
+                barrier = self._batch
+            else:
+                self._held.append((barrier, effect))
+        return records
+
+    def ready(self) -> Iterator[ev.Effect]:
+        """The effects whose records are durable, in order; each is handed out once."""
+        while self._held:
+            done = self._commit.number if self._commit is not None else self._batch
+            if self._held[0][0] >= done:
+                return
+            yield self._held.popleft()[1]
+
+    def start(self, now: float) -> None:
+        """Begins the next commit if there is anything for one, or tries a failed one again."""
+        if self._commit is not None:
+            if self.retry_at is not None and now >= self.retry_at:
+                self.retry_at = None
+                self._ticket = self._worker.submit(self._commit)
+            return
+        recorded = self._recorder.take_unsynced()
+        files = self._recorder.take_files()
+        if not (self._records or files or recorded):
+            return
+        self._commit = Commit(
+            self._batch, self._ledger, self._journal, self._records, files, recorded
+        )
+        self._records = []
+        self._batch += 1
+        self._ticket = self._worker.submit(self._commit)
+
+    def ended(self, ticket: int, error: OSError | None, now: float) -> tuple[int, int] | None:
+        """What a worker's outcome means here: (last step, verified steps) that have become
+        durable with it, or nothing."""
+        commit = self._commit
+        if commit is None or ticket != self._ticket:
+            return None
+        if error is not None:
+            # Nothing is lost: receipts hold the steps and the commit its records. It is tried
+            # again until the disk takes it; meanwhile no effect that depends on it happens.
+            self.trouble = f"history is not durable: {error}"
+            self.retry_at = now + RETRY_SECONDS
+            return None
+        self.trouble = ""
+        self._commit = None
+        return commit.recorded

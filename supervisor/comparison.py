@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from supervisor import contract
-from supervisor.checkpoints import BINARY
+from supervisor.checkpoints import BINARY, MANIFEST
 from supervisor.contract import (
     CHUNK_BYTES,
     HEADER_BYTES,
     STATE_COMPONENTS,
+    ContractError,
     Manifest,
     checkpoint_stem,
 )
+from supervisor.rundir import RunError
 
 COMPARED: Final = tuple(
     name for name in STATE_COMPONENTS if name not in ("configuration", "detectors", "environment")
@@ -42,6 +44,35 @@ class Part:
     recorded: Any
     now: Any
     detail: str = ""
+
+
+def compare_checkpoints(
+    step: int, recorded_directory: Path, now_directory: Path
+) -> tuple[Manifest, list[Part]]:
+    """The recorded manifest, and everything in which the two checkpoints of `step` differ.
+
+    Raises FileNotFoundError where one is not there (any more), RunError for a damaged manifest.
+    """
+    directories = (recorded_directory, now_directory)
+    recorded, now = (_manifest(directory, step) for directory in directories)
+    parts = differing_parts(recorded, now, *directories)
+    if _evaluated(recorded) != _evaluated(now):
+        # A stop was asked for and the evaluation left to the next life, which made it before its
+        # first step: only in between does the bandit not know of it.
+        parts = [part for part in parts if not part.name.startswith("bandit.")]
+    return recorded, parts
+
+
+def _manifest(directory: Path, step: int) -> Manifest:
+    path = directory / (checkpoint_stem(step) + MANIFEST)
+    try:
+        return contract.parse_manifest(path.read_bytes(), str(path))
+    except ContractError as error:
+        raise RunError(f"{error}; `supervisor verify` says what else is damaged") from error
+
+
+def _evaluated(manifest: Manifest) -> object:
+    return manifest.state["detectors"].get("evaluated_step")
 
 
 def differing_parts(

@@ -25,33 +25,33 @@ from dataclasses import replace
 from typing import Any
 
 from supervisor import bandit
-from supervisor.bandit import WINDOWED, Window, averaged, run_length
 
 # The names below are part of this module's interface.
-from supervisor.bandit import Tuning as Tuning
-from supervisor.curriculum_state import STATE_FORMAT as STATE_FORMAT
-from supervisor.curriculum_state import ArmState as ArmState
-from supervisor.curriculum_state import PhaseCount as PhaseCount
-from supervisor.curriculum_state import Retired as Retired
-from supervisor.curriculum_state import Source as Source
-from supervisor.curriculum_state import State as State
-from supervisor.curriculum_state import StateError as StateError
-from supervisor.curriculum_state import from_json as from_json
-from supervisor.curriculum_state import to_json as to_json
-from supervisor.mixture import decided, planned
-from supervisor.mixture import preferences as preferences
-from supervisor.mixture import shares as shares
-from supervisor.policy import BOUNDS as BOUNDS
-from supervisor.policy import KINDS as KINDS
-from supervisor.policy import MAIN as MAIN
-from supervisor.policy import WARM_UP as WARM_UP
-from supervisor.policy import ArmPolicy as ArmPolicy
-from supervisor.policy import Policy as Policy
-from supervisor.policy import PolicyError as PolicyError
-from supervisor.policy import check_policy as check_policy
-from supervisor.policy import fragile_arms as fragile_arms
-from supervisor.projection import SHARE_UNITS, pick
-from supervisor.projection import Infeasible as Infeasible
+from supervisor.bandit import WINDOWED, Tuning as Tuning, Window, averaged, run_length
+from supervisor.curriculum_state import (
+    STATE_FORMAT as STATE_FORMAT,
+    ArmState as ArmState,
+    PhaseCount as PhaseCount,
+    Retired as Retired,
+    Source as Source,
+    State as State,
+    StateError as StateError,
+    from_json as from_json,
+    to_json as to_json,
+)
+from supervisor.mixture import decided, planned, preferences as preferences, shares as shares
+from supervisor.policy import (
+    BOUNDS as BOUNDS,
+    KINDS as KINDS,
+    MAIN as MAIN,
+    WARM_UP as WARM_UP,
+    ArmPolicy as ArmPolicy,
+    Policy as Policy,
+    PolicyError as PolicyError,
+    check_policy as check_policy,
+    fragile_arms as fragile_arms,
+)
+from supervisor.projection import SHARE_UNITS, Infeasible as Infeasible, pick
 
 # --- the first state of a policy ------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ def evaluated(state: State, losses: Mapping[str, float]) -> State:
     for name, loss in losses.items():
         if not math.isfinite(loss):
             raise ValueError(f"arm {name}: held-out loss {loss} is not finite")
-    if not state.policy.tuning.heldout_gate:
+    if not state.policy.tuning.heldout_gate or state.policy.kind not in WINDOWED:
         return state
     arms = tuple(
         replace(arm, learned=bandit.gated(arm.learned, losses[name])) if name in losses else arm
@@ -251,6 +251,10 @@ def rest(state: State, arm: str) -> State:
     Raises ValueError for an arm that is not active, Infeasible where the others cannot fill in.
     """
     position = _active_position(state, arm)
+    if state.active == (position,):
+        raise Infeasible(
+            f"phase {state.phase}: arm {arm} is the only one that is active", "caps", 0
+        )
     arms = _with(state.arms, position, replace(state.arms[position], resting=True))
     return decided(_fresh_window(replace(state, arms=arms)))
 

@@ -27,11 +27,11 @@ from typing import Final
 import orjson
 import zmq
 
-from supervisor import __version__, archive, contract, machine
-from supervisor import events as ev
+from supervisor import __version__, contract, events as ev, machine
+from supervisor.archive import EpochFiles
 from supervisor.attendant import LOOK_INTERVAL_SECONDS, Attendant
 from supervisor.checkpoints import find
-from supervisor.commit import Commit
+from supervisor.commit import RETRY_SECONDS, Pipeline
 from supervisor.contract import Json
 from supervisor.durable import replace_file
 from supervisor.housekeeping import Housekeeper
@@ -45,11 +45,10 @@ from supervisor.signals import Signals
 from supervisor.state import Rules, State, apply, fold
 from supervisor.status import compose
 from supervisor.wire import FromOperator, FromTrainer, Wire
-from supervisor.worker import Outcome, Worker
+from supervisor.worker import Job, Outcome, Worker
 
 RECEIPT_INTERVAL_SECONDS: Final = 0.25
 STATUS_INTERVAL_SECONDS: Final = 1.0
-RETRY_SECONDS: Final = 1.0
 SETTLE_SECONDS: Final = 10.0
 
 
@@ -96,12 +95,6 @@ class Daemon:
         self.state = State()
         self._directory_fd = os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._inbox: deque[ev.Event] = deque()
-        self._held: deque[tuple[int, ev.Effect]] = deque()
-        self._records: list[tuple[ev.Record, float]] = []
-        self._batch = 1  # the commit that is being filled; everything below is durable
-        self._commit: Commit | None = None
-        self._retry_at: float | None = None
-        self._trouble = ""
         self._merging = False
         self._jobs: dict[int, Callable[[Outcome], None]] = {}
         self._saved: list[ev.Heard] = []
@@ -131,12 +124,12 @@ class Daemon:
         """After the last decision: what is under way still gets its moment."""
         limit = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < limit and (
-            self.housekeeper.busy or self._inbox or self._records or self._unsettled()
+            self.housekeeper.busy or self._inbox or not self.pipeline.empty
         ):
             self._wait()
             self._gather()
             self._work_off()
-        if self.state.durable.open is None and not self._unsettled():
+        if self.state.durable.open is None and self.pipeline.idle:
             self.recorder.forget_before(self.state.durable.attempt + 1)
 
     def _open(self, begin: Begin) -> None:
@@ -145,6 +138,15 @@ class Daemon:
         self.worker = Worker()
         self.wire = Wire(self._directory_fd)
         self.recorder = Recorder(self.directory, self.ledger, self.options.samples_keep)
+        self.pipeline = Pipeline(self.ledger, self.journal, self.worker, self.recorder)
+        self.files = EpochFiles(
+            self.directory,
+            self.ledger,
+            self.recorder,
+            submit=self._submit,
+            emit=self._inbox.append,
+            alarm=self._alarm,
+        )
         self.poller = zmq.Poller()
         for source in (self.wire.trainer, self.wire.operator):
             self.poller.register(source, zmq.POLLIN)
@@ -198,7 +200,7 @@ class Daemon:
         """A record of the shell's own, through the same apply as the machine's."""
         durable = apply(self.state.durable, record)
         self.state = replace(self.state, durable=durable)
-        self._records.append((record, time.time()))
+        self.pipeline.remember(record)
         self._tell(record)
 
     def _close(self) -> None:
@@ -225,8 +227,8 @@ class Daemon:
         moments = [self._next_status]
         if self.state.deadline is not None:
             moments.append(self.state.deadline)
-        if self._retry_at is not None:
-            moments.append(self._retry_at)
+        if self.pipeline.retry_at is not None:
+            moments.append(self.pipeline.retry_at)
         if self.attendant.alive:
             moments.append(now + RECEIPT_INTERVAL_SECONDS)
         if self.attendant.reaping:
@@ -242,10 +244,7 @@ class Daemon:
         self._gather_signals()
         now = time.monotonic()
         for outcome in self.worker.outcomes():
-            done = self._jobs.pop(outcome.ticket, None)
-            if done is not None:
-                done(outcome)
-            self._committed(outcome.ticket, outcome.error)
+            self._worked(outcome, now)
         self.housekeeper.receive()
         messages = self.wire.receive()
         self._pump()
@@ -275,6 +274,18 @@ class Daemon:
             self._notice(now)
             self._write_status()
 
+    def _worked(self, outcome: Outcome, now: float) -> None:
+        done = self._jobs.pop(outcome.ticket, None)
+        if done is not None:
+            done(outcome)
+        recorded = self.pipeline.ended(outcome.ticket, outcome.error, now)
+        if recorded is not None:
+            self._inbox.append(ev.Recorded(now, *recorded))
+        self._release()
+
+    def _submit(self, job: Job, done: Callable[[Outcome], None]) -> None:
+        self._jobs[self.worker.submit(job)] = done
+
     def _gather_signals(self) -> None:
         now = time.monotonic()
         if self.signals.take(signal.SIGTERM):
@@ -296,8 +307,8 @@ class Daemon:
 
     def _notice(self, now: float) -> None:
         """Checkpoints that no message announced: signal-only trainers, a link that was away."""
-        if self.state.phase not in ("running", "stopping"):
-            return
+        if self.state.phase in ("idle", "starting", "backoff"):
+            return  # the selection is at work on them, or will be
         for found in find(self.directory.checkpoints):
             known = found.step in self.state.durable.on_disk or found.step in self.state.verifying
             if found.manifest is not None and not known:
@@ -325,58 +336,18 @@ class Daemon:
         elif raised and not detail:
             self._remember(ev.AlarmCleared(name))
 
-    def _start_commit(self) -> None:
-        recorded = self.recorder.take_unsynced()
-        files = self.recorder.take_files()
-        if self._commit is not None or not (self._records or files or recorded):
-            if recorded or files:
-                self.recorder.give_back(recorded, files)
-            return
-        self._commit = Commit(
-            self._batch, self.ledger, self.journal, self._records, files, recorded
-        )
-        self._records = []
-        self._batch += 1
-        self._ticket = self.worker.submit(self._commit)
-
-    def _committed(self, ticket: int, error: OSError | None) -> None:
-        commit = self._commit
-        if commit is None or ticket != self._ticket:
-            return
-        if error is not None:
-            # Nothing is lost: receipts hold the steps and the commit its records. It is tried
-            # again until the disk takes it; meanwhile no effect that depends on it happens.
-            self._trouble = f"history is not durable: {error}"
-            self.log.write(self._trouble)
-            self._retry_at = time.monotonic() + RETRY_SECONDS
-            return
-        self._trouble = ""
-        self._commit = None
-        if commit.recorded is not None:
-            step, verified = commit.recorded
-            self._inbox.append(ev.Recorded(time.monotonic(), step, verified))
-        self._release()
-
     def _release(self) -> None:
         """Performs the effects whose records are durable, in order."""
-        done = self._commit.number if self._commit is not None else self._batch
-        while self._held and self._held[0][0] < done:
-            self._perform(self._held.popleft()[1])
+        for effect in self.pipeline.ready():
+            self._perform(effect)
 
     def _work_off(self) -> None:
-        now = time.monotonic()
-        if self._retry_at is not None and now >= self._retry_at and self._commit is not None:
-            self._retry_at = None
-            self._ticket = self.worker.submit(self._commit)
         while self._inbox:
             self._feed(self._inbox.popleft())
-        if self._merging and self.recorder.idle and not self._unsettled():
+        if self._merging and self.recorder.idle and self.pipeline.idle:
             self._merging = False
             self._inbox.append(ev.Merged(time.monotonic(), self.recorder.history_step))
-        self._start_commit()
-
-    def _unsettled(self) -> bool:
-        return self._commit is not None or self.recorder.unsynced
+        self.pipeline.start(time.monotonic())
 
     def _feed(self, event: ev.Event) -> None:
         before = self.state
@@ -384,14 +355,8 @@ class Daemon:
         if self.state.phase != before.phase:
             self.log.write(f"{before.phase} -> {self.state.phase} {self.state.why}".rstrip())
             self._next_status = 0.0
-        barrier = self._held[-1][0] if self._held else 0
-        for effect in effects:
-            if isinstance(effect, ev.Append):
-                self._records.append((effect.record, time.time()))
-                self._tell(effect.record)
-                barrier = self._batch
-            else:
-                self._held.append((barrier, effect))
+        for record in self.pipeline.queue(effects):
+            self._tell(record)
         self._release()
 
     # --- effects ---
@@ -407,11 +372,12 @@ class Daemon:
             case ev.Clear():
                 self.housekeeper.clear(effect.base_step)
             case ev.Archive():
-                self._archive(effect)
+                self.files.archive(effect, len(self.state.durable.epochs) + 1)
             case ev.Regenerate():
-                self._regenerate()
+                for record in self.files.regenerate(self.state.durable):
+                    self._remember(record)
             case ev.Sweep():
-                self._sweep()
+                self.files.sweep(self.state.durable)
             case ev.Spawn():
                 self._spawn(effect)
             case ev.Adopt():
@@ -456,53 +422,6 @@ class Daemon:
             durable.verified | {newest_verified},
         )
 
-    # --- the files of a pivot ---
-
-    def _archive(self, effect: ev.Archive) -> None:
-        new_epoch = len(self.state.durable.epochs) + 1
-        sidecars = self.recorder.take_files()  # the selection has just brought one up to date
-
-        def job() -> str:
-            for path, content in sidecars.items():
-                replace_file(path, content)
-            return archive.write_archive(self.directory, self.ledger, effect, new_epoch)
-
-        def done(outcome: Outcome) -> None:
-            if outcome.error is not None:
-                self.recorder.give_back(None, sidecars)
-            problem = f"the archive could not be written: {outcome.error}" if outcome.error else ""
-            name = outcome.result or ""
-            self._inbox.append(ev.Archived(time.monotonic(), effect.base_step, name, problem))
-
-        self._jobs[self.worker.submit(job)] = done
-
-    def _sweep(self) -> None:
-        durable = self.state.durable
-        names = [epoch.archive for epoch in durable.epochs if epoch.archive]
-
-        def job() -> None:
-            archive.sweep(self.directory, names, len(durable.epochs))
-
-        def done(outcome: Outcome) -> None:
-            self._alarm("sweep", str(outcome.error) if outcome.error else "")
-
-        self._jobs[self.worker.submit(job)] = done
-
-    def _regenerate(self) -> None:
-        """run.toml, the policies and the sidecars as the journal says they are, all of which a
-        crash may have left as they were before the commit."""
-        durable = self.state.durable
-        ruling = durable.epochs[-1]
-        self.recorder.begin_epoch(ruling.number, ruling.base_step, ruling.policy_digest)
-        on_record = dict(durable.stored)
-        for name, text in archive.epoch_files(durable):
-            sha256 = contract.digest(text.encode())
-            path = self.directory.path / name
-            if on_record.get(name) != sha256:
-                self._remember(ev.FileStored(name, sha256))
-            if not path.exists() or path.read_bytes() != text.encode():
-                self.recorder.store(path, text.encode())
-
     def _spawn(self, effect: ev.Spawn) -> None:
         self.wire.expect(effect.attempt, effect.nonce)
         self.recorder.forget_before(effect.attempt)
@@ -524,7 +443,7 @@ class Daemon:
     def _complete_death(self, now: float) -> None:
         """Complete when nothing of the attempt lives and all its receipts are recorded."""
         holders = self.attendant.end_of_tree(now)
-        if holders is None or not self.recorder.at_end() or self._unsettled():
+        if holders is None or not self.recorder.at_end() or not self.pipeline.idle:
             return
         opened = self.state.durable.open
         words = self.attendant.last_words(opened.attempt) if opened is not None else ""
@@ -549,7 +468,7 @@ class Daemon:
             self.directory,
             self.state,
             self.recorder.gauge,
-            trouble=self._trouble,
+            trouble=self.pipeline.trouble,
             supervisor_pid=os.getpid(),
         )
 

@@ -8,6 +8,8 @@ Invariants:
 - The new run exists as a whole or not at all: it is built in a directory beside its place, synced,
   proven, and renamed.
 - Its ledger is the parent's canonical history up to the fork, entry by entry, and nothing else.
+- It goes on as the parent did after that step: under the epoch that owned the next one, with the
+  earlier ones on record as they were.
 """
 
 from __future__ import annotations
@@ -23,8 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from supervisor import client, config, contract
-from supervisor import events as ev
+from supervisor import client, config, contract, events as ev
 from supervisor.checkpoints import BINARY, MANIFEST, find
 from supervisor.config import Settings
 from supervisor.contract import Entry, Json, Manifest, checkpoint_stem, digest
@@ -33,7 +34,7 @@ from supervisor.journal import Journal, read
 from supervisor.ledger import Ledger, canonical, read_entries
 from supervisor.readback import Damaged, verify
 from supervisor.rundir import LockHeld, RunDirectory, RunError, take_lock
-from supervisor.state import Durable, fold
+from supervisor.state import Durable, Epoch, fold
 
 PIN_SECONDS: Final = 30.0
 TEMPORARY_PREFIX: Final = ".tmp-fork-"
@@ -66,7 +67,7 @@ def fork(parent: Path, step: int, target: Path) -> Forked:
     Raises RunError, before anything is written, where that cannot be; OSError for the disk.
     """
     origin = _read_parent(parent)
-    settings = _settings(origin, target)
+    settings = _settings(origin, step, target)
     history = _history(origin, step)
     base = _proven(origin.directory.checkpoints, step, origin.durable)
     if os.path.lexists(target):
@@ -104,9 +105,21 @@ def _read_parent(path: Path) -> _Parent:
     return _Parent(directory, settings, durable)
 
 
-def _settings(origin: _Parent, target: Path) -> Settings:
-    tree = origin.settings.tree()
-    tree["run"] |= {"name": target.name, "directory": str(target), "id": uuid.uuid4().hex}
+def _settings(origin: _Parent, step: int, target: Path) -> Settings:
+    """Those under which the parent made the step after `step`, and its newest target."""
+    owner, _ = origin.durable.owner(step)
+    run = {"name": target.name, "directory": str(target), "id": uuid.uuid4().hex}
+    return _moved(_of_epoch(owner, origin.settings), run, origin.settings.training.steps)
+
+
+def _of_epoch(epoch: Epoch, newest: Settings) -> Settings:
+    return config.parse_toml(epoch.settings, contract.JOURNAL_FILE) if epoch.settings else newest
+
+
+def _moved(settings: Settings, run: Json, steps: int) -> Settings:
+    tree = settings.tree()
+    tree["run"] |= run
+    tree["training"]["steps"] = steps
     try:
         return config.parse(tree, "the new run")
     except config.ConfigError as error:
@@ -187,8 +200,9 @@ def _build(
 ) -> Forked:
     directory.create()
     replace_file(directory.run_file, config.dump(settings).encode())
-    for policy in sorted(origin.directory.policies.glob("*.toml")):
-        replace_file(directory.policies / policy.name, policy.read_bytes())
+    for epoch in _epochs(origin, base.step):
+        policy = f"{epoch.number:04d}.toml"
+        replace_file(directory.policies / policy, (origin.directory.policies / policy).read_bytes())
     if origin.directory.training.exists():
         # What the attempts of the copied history ran on: a later difference is explained by it.
         replace_file(directory.training, origin.directory.training.read_bytes())
@@ -249,22 +263,17 @@ def _write_journal(
     committed = ev.CheckpointCommitted(
         base.step, base.attempt, base.reason, list(base.requests), base.binary_digest
     )
+    forked = ev.RunForked(
+        parent_directory=str(origin.directory.path.resolve()),
+        lineage=[list(one) for one in lineage],
+        step=base.step,
+        attempt=origin.durable.attempt,
+        ledger_entries=made.entries,
+        ledger_sha256=made.sha256,
+    )
+    created, *switched = _begun(origin, base.step, settings)
     lines = [
-        ev.record_to_json(
-            ev.RunCreated(
-                made.run_id, made.run, settings.training.steps, config.policy_digest(settings)
-            )
-        ),
-        ev.record_to_json(
-            ev.RunForked(
-                parent_directory=str(origin.directory.path.resolve()),
-                lineage=[list(one) for one in lineage],
-                step=base.step,
-                attempt=origin.durable.attempt,
-                ledger_entries=made.entries,
-                ledger_sha256=made.sha256,
-            )
-        ),
+        *map(ev.record_to_json, (created, forked, *switched)),
         ev.record_to_json(committed) | binding,
         *map(ev.record_to_json, _stored(directory)),
     ]
@@ -272,6 +281,44 @@ def _write_journal(
     with closing(journal):
         journal.append(lines, time.time())
         journal.sync()
+
+
+def _epochs(origin: _Parent, step: int) -> tuple[Epoch, ...]:
+    """Those that had begun when the one began that owned the step after `step`: they are numbered
+    from 1, so they stand in this order."""
+    owner, _ = origin.durable.owner(step)
+    return origin.durable.epochs[: owner.number]
+
+
+def _begun(origin: _Parent, step: int, settings: Settings) -> Iterator[ev.Record]:
+    """How the run and each of its epochs began, with the place and the name of the new run."""
+    run = settings.run.model_dump(mode="json")
+    for epoch in _epochs(origin, step):
+        theirs = _moved(_of_epoch(epoch, origin.settings), run, settings.training.steps)
+        policy_digest = config.policy_digest(theirs)
+        policy = epoch.policy or config.dump_policy(theirs)
+        if epoch.number == 1:
+            assert settings.run.id is not None
+            yield ev.RunCreated(
+                settings.run.id,
+                settings.run.name,
+                settings.training.steps,
+                policy_digest,
+                config.dump(theirs),
+                policy,
+            )
+        else:
+            yield ev.PolicySwitched(
+                request=epoch.request,
+                epoch=epoch.number,
+                parent=epoch.parent,
+                base_step=epoch.base_step,
+                policy=policy,
+                settings=config.dump(theirs),
+                policy_digest=policy_digest,
+                archive="",
+                reason=f"a fork of {origin.settings.run.name} took it over",
+            )
 
 
 def _stored(directory: RunDirectory) -> Iterator[ev.FileStored]:

@@ -28,8 +28,7 @@ from typing import Final
 import orjson
 import tomli_w
 
-from supervisor import config, contract
-from supervisor import events as ev
+from supervisor import config, contract, events as ev
 from supervisor.checkpoints import BINARY
 from supervisor.config import Settings
 from supervisor.contract import ContractError, Entry, Json, checkpoint_stem
@@ -62,13 +61,15 @@ class Source:
 
 @dataclass(slots=True)
 class Imported:
-    """The run that was made. `left_out` says what of the source is not in it, and why."""
+    """The run that was made. `left_out` says what of the source is not in it, and why; `beyond`
+    are checkpoints above the last step of the history, from which no run goes on."""
 
     directory: Path
     run: str
     entries: int = 0
     samples: int = 0
     steps: list[int] = field(default_factory=list)
+    beyond: list[int] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
 
@@ -212,6 +213,8 @@ def _fill(
     assert settings.run.id is not None
     verified = list(_copy_checkpoints(run, settings.run.id, source, imported.left_out, advance))
     imported.steps = [one.step for one in verified]
+    last_step = source.entries[-1].step if source.entries else 0
+    imported.beyond = [step for step in imported.steps if step > last_step]
     if source.samples:
         replace_file(run.samples, orjson.dumps(source.samples, option=orjson.OPT_INDENT_2) + b"\n")
         imported.samples = len(source.samples)
@@ -268,7 +271,8 @@ Bindings = dict[int, tuple[int, str]]
 
 def _append(ledger: Ledger, entries: Sequence[Entry], steps: Container[int]) -> Bindings:
     """Writes the history. By step, the binding (entries, SHA-256) of the newest entry of each of
-    `steps`, and of the last entry; taken on the way, while the ledger still knows where they end."""
+    `steps`, of the last entry, and of some others; taken on the way, while the ledger knows where
+    they end."""
     wanted = {entry.step: end for end, entry in enumerate(entries, 1) if entry.step in steps}
     if entries:
         wanted[entries[-1].step] = len(entries)
@@ -277,8 +281,7 @@ def _append(ledger: Ledger, entries: Sequence[Entry], steps: Container[int]) -> 
     for end in sorted({*wanted.values(), *range(CHUNK_ENTRIES, len(entries), CHUNK_ENTRIES)}):
         ledger.append(entries[done:end])
         done, step = end, entries[end - 1].step
-        if wanted.get(step) == end:
-            bindings[step] = ledger.binding(step)
+        bindings[step] = ledger.binding(step)
     return bindings
 
 
@@ -296,14 +299,14 @@ def _records(
     yield ev.record_to_json(
         ev.RunCreated(settings.run.id, run.run, settings.training.steps, digest)
     )
+    steps = [one.step for one in verified]
+    record = ev.RunImported(str(source.directory.resolve()), len(source.entries), steps)
+    whole = bindings[source.entries[-1].step] if source.entries else (0, None)
+    yield ev.record_to_json(record) | {"ledger_sha256": whole[1]}
     for one in verified:
         committed = ev.CheckpointCommitted(one.step, 0, "", [], one.binary_digest)
         yield ev.record_to_json(committed) | _bound(bindings.get(one.step))
         yield ev.record_to_json(ev.CheckpointVerified(one.step, one.sha256))
-    steps = [one.step for one in verified]
-    record = ev.RunImported(str(source.directory.resolve()), len(source.entries), steps)
-    last = bindings[source.entries[-1].step] if source.entries else None
-    yield ev.record_to_json(record) | _bound(last)
     for path in (run.run_file, *sorted(run.policies.glob("*.toml"))):
         sha256 = contract.digest(path.read_bytes())
         yield ev.record_to_json(ev.FileStored(str(path.relative_to(run.path)), sha256))

@@ -69,7 +69,6 @@ class LedgerProof:
 
     entries: int = 0
     bound: int = 0
-    last_step: int | None = None
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -86,7 +85,7 @@ def bindings_of(records: Iterable[Json]) -> list[Binding]:
     return [
         Binding(record["ledger_entries"], record["ledger_sha256"], record["seq"])
         for record in records
-        if record.get("ledger_entries") is not None and record.get("ledger_sha256") is not None
+        if record.get("ledger_entries") and record.get("ledger_sha256")
     ]
 
 
@@ -223,7 +222,6 @@ class _Reading:
             segments[-1].last = step
         else:
             segments.append(_Segment(step, step))
-        self.proof.last_step = step
         if number <= self.begin.imported:
             self._imported_step = step
 

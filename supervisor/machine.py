@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from supervisor import events as ev
-from supervisor import moves, pivoting
+from supervisor import events as ev, moves, pivoting, requests
 from supervisor.contract import Json
-from supervisor.state import CAUSE_OF_CODE, PHASES, Impossible, Pending, Rules, State, Turn
+from supervisor.state import CAUSE_OF_CODE, PHASES, Impossible, Rules, State, Turn
 
 Handler = Callable[[Turn, ev.Event], None]
 
@@ -127,9 +126,13 @@ def _selected(turn: Turn, event: ev.Event) -> None:
 
 def _cleared(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Cleared)
-    if event.superseded:
-        turn.append(ev.CheckpointsSuperseded(event.base_step, list(event.superseded)))
-    if turn.state.alone:
+    # Also what was set aside by a life that was killed before it could say so.
+    above = {step for step in turn.state.durable.on_disk if step > event.base_step}
+    if gone := {*event.superseded, *above}:
+        turn.append(ev.CheckpointsSuperseded(event.base_step, sorted(gone)))
+    if event.base_step and event.base_step not in turn.state.durable.on_disk:
+        moves.start(turn)  # a read-back that was under way found it damaged after all
+    elif turn.state.alone:
         moves.end(turn, "stopped", "pivoted; `supervisor start` trains under the new policy")
     elif moves.stop_wanted(turn):
         moves.end(turn, "stopped", "stopped as asked")
@@ -285,105 +288,6 @@ def _broken(turn: Turn, event: ev.Event) -> None:
     moves.begin_kill(turn, "kill")
 
 
-# --- requests ---
-
-
-def _asked(turn: Turn, event: ev.Event) -> None:
-    assert isinstance(event, ev.Asked)
-    known = next((r for r in turn.state.durable.replies if r.id == event.id), None)
-    if known is not None:
-        turn.do(ev.Reply(known.id, known.outcome, known.why, known.result))
-        return
-    waiting = {request.id for request in turn.state.checkpoints}
-    state = turn.state
-    if event.id in waiting | {*state.stop_ids, *state.restart_ids, *state.pivot_ids}:
-        return
-    _VERBS[event.verb](turn, event)
-
-
-def _ask_checkpoint(turn: Turn, event: ev.Asked) -> None:
-    state = turn.state
-    if state.phase not in ("starting", "running", "stopping") or state.stage == "reaping":
-        newest = max(state.durable.on_disk, default=None)
-        why = f"no trainer is running ({state.phase}); the newest checkpoint is step {newest}"
-        if event.operator:
-            turn.answer(event.id, "checkpoint", "busy", why)
-        return
-    turn.set(checkpoints=(*state.checkpoints, Pending(event.id, event.at, event.operator)))
-    if state.phase != "starting":
-        moves.forward_requests(turn)
-        moves.rearm(turn)
-
-
-def _ask_stop(turn: Turn, event: ev.Asked) -> None:
-    if event.operator:
-        turn.append(ev.Wished("stop", event.id))
-        turn.set(stop_ids=(*turn.state.stop_ids, event.id))
-    match turn.state.phase:
-        case "backoff" if turn.state.stage != "reaping":
-            moves.end(turn, "stopped", "stopped as asked")
-        case "running":
-            moves.begin_stop(turn, "stop")
-        case "starting" if turn.state.stage == "loading":
-            moves.begin_stop(turn, "stop")
-        case _:
-            turn.set(intent="stop")
-
-
-def _ask_restart(turn: Turn, event: ev.Asked) -> None:
-    state = turn.state
-    if state.phase == "stopping" and state.intent == "stop":
-        turn.answer(event.id, "restart", "busy", "a stop is under way")
-        return
-    turn.set(restart_ids=(*state.restart_ids, event.id))
-    if state.phase == "running":
-        moves.begin_stop(turn, "restart")
-    elif state.phase == "backoff" and state.stage != "reaping":
-        moves.start(turn)
-
-
-def _ask_hasten(turn: Turn, event: ev.Asked) -> None:
-    """The operator's second Ctrl-C: the same stop, with less patience."""
-    if turn.state.phase == "stopping" and turn.state.escalation in ("asked", "seen", "signalled"):
-        force_at = min(turn.state.force_at, turn.now + turn.rules.hasten_seconds)
-        turn.set(force_at=force_at, deadline=force_at)
-        if turn.state.escalation != "signalled":
-            turn.set(escalation="signalled")
-            turn.do(ev.Signal("TERM"))
-    else:
-        _ask_stop(turn, event)
-
-
-def _ask_kill(turn: Turn, event: ev.Asked) -> None:
-    """The operator's third Ctrl-C."""
-    turn.set(forced=True)
-    if turn.state.phase in ("running", "stopping") or turn.state.stage == "loading":
-        moves.begin_kill(turn, "stop")
-        turn.set(intent="stop")
-    else:
-        _ask_stop(turn, event)
-
-
-def _ask_pin(turn: Turn, event: ev.Asked) -> None:
-    if event.step not in turn.state.durable.on_disk:
-        steps = sorted(turn.state.durable.on_disk)
-        turn.answer(event.id, "pin", "refused", f"no checkpoint of step {event.step}; have {steps}")
-        return
-    turn.append(ev.CheckpointPinned(event.step, event.why))
-    turn.answer(event.id, "pin", "done", step=event.step)
-
-
-_VERBS: Final[dict[str, Callable[[Turn, ev.Asked], None]]] = {
-    "checkpoint": _ask_checkpoint,
-    "stop": _ask_stop,
-    "restart": _ask_restart,
-    "pin": _ask_pin,
-    "pivot": pivoting.ask,
-    "hasten": _ask_hasten,
-    "kill": _ask_kill,
-}
-
-
 # --- stopping ---
 
 
@@ -481,7 +385,7 @@ _ROWS: Final[dict[str, dict[type, Handler]]] = {
     "starting": {
         **_ANYWHERE,
         ev.Ticked: _tick,
-        ev.Asked: _asked,
+        ev.Asked: requests.asked,
         ev.Heard: _heard,
         ev.Recorded: _recorded,
         ev.Merged: _merged,
@@ -496,7 +400,7 @@ _ROWS: Final[dict[str, dict[type, Handler]]] = {
     "running": {
         **_ANYWHERE,
         ev.Ticked: _tick,
-        ev.Asked: _asked,
+        ev.Asked: requests.asked,
         ev.Heard: _heard,
         ev.Recorded: _recorded,
         ev.Died: _died,
@@ -505,7 +409,7 @@ _ROWS: Final[dict[str, dict[type, Handler]]] = {
     "stopping": {
         **_ANYWHERE,
         ev.Ticked: _tick,
-        ev.Asked: _asked,
+        ev.Asked: requests.asked,
         ev.Heard: _heard,
         ev.Recorded: _recorded,
         ev.Died: _died,
@@ -515,7 +419,7 @@ _ROWS: Final[dict[str, dict[type, Handler]]] = {
     "backoff": {
         **_ANYWHERE,
         ev.Ticked: _tick,
-        ev.Asked: _asked,
+        ev.Asked: requests.asked,
         ev.Heard: _ignore,
         ev.Recorded: _recorded,
         ev.Reaped: _reaped,

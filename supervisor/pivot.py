@@ -17,8 +17,7 @@ from typing import Any, Final
 
 import orjson
 
-from supervisor import config, contract
-from supervisor import events as ev
+from supervisor import config, contract, events as ev
 from supervisor.changes import Change
 from supervisor.config import Settings
 from supervisor.contract import Json

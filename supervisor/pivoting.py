@@ -17,8 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
-from supervisor import events as ev
-from supervisor import moves
+from supervisor import events as ev, moves
 from supervisor.contract import Json
 from supervisor.state import Turn
 

@@ -21,7 +21,8 @@ BOUNDS: Final = ("share", "weight")
 WARM_UP: Final = "warm-up"
 MAIN: Final = "main"
 
-CONFIDENCE: Final = {"ucb1": math.sqrt(2), "ducb": 0.5}
+# C of Auer et al. for UCB1; 2 B sqrt(xi) of Garivier & Moulines with B = 1 and xi = 0.6.
+CONFIDENCE: Final = {"ucb1": math.sqrt(2), "ducb": 2 * math.sqrt(0.6)}
 ANDREA_RUN_STEPS: Final = (7, 42)
 
 # An arm without a floor may stay unseen; a window is still long enough for this part of an even

@@ -93,8 +93,7 @@ def _pivot(
     request_id: str | None,
     as_json: bool,
 ) -> int:
-    from supervisor import client
-    from supervisor import pivot as checking
+    from supervisor import client, pivot as checking
     from supervisor.config import ConfigError
 
     directory = find(run).resolve()
@@ -150,8 +149,7 @@ def _show_done(directory: Path, id: str, as_json: bool) -> bool:
 
 def _pivot_unsupervised(directory: Path, id: str, content: Json, as_json: bool) -> int:
     """A run that is stopped, failed or finished: this process is its supervisor for the switch."""
-    from supervisor import pivot as checking
-    from supervisor import start as starting
+    from supervisor import pivot as checking, start as starting
     from supervisor.rundir import lock_holder
 
     if lock_holder(directory / TRAINER_LOCK_FILE) is not None:

@@ -4,21 +4,27 @@ What may live here: turning status and events into lines, and the thread that wr
 terminal may stop reading (Ctrl-S, a full pipe); the loop must not, so it only drops lines into a
 mailbox here.
 
-Invariants: the thread owns nothing of the run; a line that finds the mailbox full is dropped.
+Invariants:
+- The thread owns nothing of the run. A line that finds the mailbox full is dropped, and so is
+  everything once the terminal is gone.
+- It writes past Python's own stream: a thread that is stuck in there makes the interpreter abort
+  when it ends, which would turn a clean stop into a crash.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import shutil
-import sys
 import threading
 import time
-from typing import Final, TextIO
+from typing import Final
 
 from supervisor import events as ev
 from supervisor.contract import Json
 
+STANDARD_ERROR: Final = 2
+CLEAR_LINE: Final = "\r\x1b[2K"
 MAILBOX_LINES: Final = 256
 PLAIN_INTERVAL_SECONDS: Final = 15.0
 CLOSE_SECONDS: Final = 2.0
@@ -28,10 +34,10 @@ class Reporter:
     """`say` prints a line that stays; `show` updates the live line (or, off a terminal, prints one
     from time to time)."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._live = self._stream.isatty()
-        self._mailbox: queue.Queue[tuple[str, str] | None] = queue.Queue(MAILBOX_LINES)
+    def __init__(self, descriptor: int = STANDARD_ERROR) -> None:
+        self._descriptor = descriptor
+        self._live = os.isatty(descriptor)
+        self._mailbox: queue.Queue[tuple[str, str]] = queue.Queue(MAILBOX_LINES)
         self._last_plain = 0.0
         self._last_step: object = None
         self._thread = threading.Thread(target=self._write, name="progress", daemon=True)
@@ -61,20 +67,18 @@ class Reporter:
             return
 
     def _write(self) -> None:
-        shown = False
-        while (item := self._mailbox.get()) is not None:
-            kind, text = item
-            clear = "\r\x1b[2K" if shown and self._live else ""
-            if kind == "show":
-                self._stream.write(f"\r\x1b[2K{text}")
-            elif kind == "say":
-                self._stream.write(f"{clear}{text}\n")
-            elif clear:
-                self._stream.write(clear)
-            self._stream.flush()
-            shown = kind == "show"
-            if kind == "end":
+        shown, kind = False, ""
+        while kind != "end":
+            kind, text = self._mailbox.get()
+            clear = CLEAR_LINE if shown else ""
+            line = {"show": f"{CLEAR_LINE}{text}", "say": f"{clear}{text}\n"}.get(kind, clear)
+            data = line.encode("utf-8", "replace")
+            try:
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+            except OSError:
                 return
+            shown = kind == "show"
 
 
 def number(value: object, form: str = ".3f") -> str:

@@ -71,11 +71,12 @@ def verify(run: str | None, repair: bool, as_json: bool) -> int:
     \b
     Exit code: 0 all proven, 1 something is damaged or missing (each with file and place).
     """
-    from supervisor import verify as proof
+    from supervisor import repair as repairing, verify as proof
 
     directory = _open(run)
+    examine = repairing.repair if repair else proof.verify
     with _progress("verifying", proof.size_bytes(directory)) as advance:
-        report = proof.repair(directory, advance) if repair else proof.verify(directory, advance)
+        report = examine(directory, advance)
     if as_json:
         print_json(report.to_json())
     else:
@@ -192,6 +193,11 @@ def import_command(directory: Path, name: str | None, config_path: str | None) -
         return complain(f"{error}; nothing was imported", ExitCode.FAILED)
     for left_out in made.left_out:
         complain(f"left out: {left_out}", ExitCode.OK)
+    if made.beyond:
+        text = (
+            f"the checkpoints of steps {made.beyond} are beyond the history; `start` will set them"
+        )
+        complain(f"{text} aside and go on from an older one", ExitCode.OK)
     click.echo(
         f"{made.run}: {made.entries} entries, {len(made.steps)} checkpoints, {made.samples}"
         f" samples in {made.directory}"

@@ -23,8 +23,7 @@ from typing import Any, Final
 
 import orjson
 
-from supervisor import contract
-from supervisor import events as ev
+from supervisor import contract, events as ev
 from supervisor.contract import (
     AuditLine,
     ContractError,
@@ -210,13 +209,15 @@ class Recorder:
         data = os.pread(file.descriptor, PUMP_BYTES, file.offset)
         file.offset += len(data)
         *lines, file.rest = (file.rest + data).split(b"\n")
-        if len(file.rest) > contract.RECEIPT_BYTES_MAX:
-            file.refused = True
-            return f"{file.path}: line {file.line + 1} does not end within the size limit"
         try:
             for line in lines:
                 file.line += 1
                 self._take(file, line)
+            if len(file.rest) > contract.RECEIPT_BYTES_MAX:
+                raise ContractError(
+                    f"{file.path.name}: line {file.line + 1} does not end within"
+                    f" {contract.RECEIPT_BYTES_MAX} bytes"
+                )
         except ContractError as error:
             file.refused = True
             return str(error)

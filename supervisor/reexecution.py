@@ -27,14 +27,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from supervisor import config, contract
-from supervisor import events as ev
+from supervisor import config, contract, events as ev
 from supervisor.attendant import LOOK_INTERVAL_SECONDS, Attendant
 from supervisor.checkpoints import BINARY, MANIFEST, find
-from supervisor.comparison import Part, differing_parts
+from supervisor.comparison import Part, compare_checkpoints
 from supervisor.config import Settings
 from supervisor.contract import (
-    ContractError,
     Entry,
     EnvironmentLine,
     ExitLine,
@@ -50,7 +48,7 @@ from supervisor.log import Log
 from supervisor.readback import Damaged, verify
 from supervisor.replay import environment_changes, likely_class
 from supervisor.rundir import RunDirectory, RunError, read_json
-from supervisor.state import fold
+from supervisor.state import Durable, fold
 
 LOOK_MILLISECONDS: Final = 50
 ATTEMPT: Final = 1
@@ -134,7 +132,7 @@ def plan(path: Path, start: int, stop: int | None) -> Plan:
         )
     return Plan(
         directory=directory,
-        settings=settings,
+        settings=_settings_under(epoch, settings, _durable(directory)),
         start=start,
         stop=stop,
         epoch=epoch,
@@ -147,6 +145,18 @@ def plan(path: Path, start: int, stop: int | None) -> Plan:
         base=_base(directory, start) if start else None,
         environments=read_json(directory.training) or {},
     )
+
+
+def _settings_under(epoch: int, newest: Settings, durable: Durable) -> Settings:
+    """The settings of that epoch as the journal has them. Raises RunError where it knows none."""
+    found = next((one for one in durable.epochs if one.number == epoch), None)
+    if found is None:
+        raise RunError(f"the journal of {durable.run} has no epoch {epoch}, but the ledger has")
+    return config.parse_toml(found.settings, contract.JOURNAL_FILE) if found.settings else newest
+
+
+def _durable(directory: RunDirectory) -> Durable:
+    return fold(filter(None, map(ev.record_from_json, read(directory.journal)[0])))
 
 
 def _check_stretch(
@@ -167,7 +177,7 @@ def _check_stretch(
 
 def _base(directory: RunDirectory, step: int) -> Manifest:
     """The manifest of the checkpoint to begin from, read back whole. Raises RunError."""
-    durable = fold(filter(None, map(ev.record_from_json, read(directory.journal)[0])))
+    durable = _durable(directory)
     found = {one.step: one for one in find(directory.checkpoints)}
     if step not in found:
         listed = ", ".join(map(str, found)) or "none"
@@ -351,7 +361,7 @@ class Comparison:
     def _differs_in_step(self, now: Entry) -> bool:
         recorded = self._plan.entries[now.step]
         parts = tuple(
-            Part(name, *(_shown(getattr(entry, name)) for entry in (recorded, now)))
+            Part(name, _shown(getattr(recorded, name)), _shown(getattr(now, name)))
             for name in differing_fields(recorded, now)
             if getattr(recorded, name) is not None  # a history that came from elsewhere has less
         )
@@ -381,8 +391,7 @@ class Comparison:
 
     def _differs_at(self, step: int) -> bool:
         directories = (self._plan.directory.checkpoints, self._scratch.checkpoints)
-        recorded, now = (_manifest(directory, step) for directory in directories)
-        parts = differing_parts(recorded, now, *directories)
+        recorded, parts = compare_checkpoints(step, *directories)
         if parts:
             before = self._environment_of(recorded.attempt, recorded)
             self._found(step, "checkpoint", tuple(parts), before)
@@ -400,11 +409,3 @@ class Comparison:
 
 def _shown(value: float | str | None) -> float | str | None:
     return contract.encode_number(value) if isinstance(value, float) else value
-
-
-def _manifest(directory: Path, step: int) -> Manifest:
-    path = directory / (checkpoint_stem(step) + MANIFEST)
-    try:
-        return contract.parse_manifest(path.read_bytes(), str(path))
-    except ContractError as error:
-        raise RunError(f"{error}; `supervisor verify` says what else is damaged") from error

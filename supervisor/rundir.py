@@ -34,6 +34,7 @@ _DIRECTORIES: Final = (
     contract.LOGS,
     contract.SOCKETS,
 )
+HINT_SECONDS: Final = 0.5
 _NETWORK_FILE_SYSTEMS: Final = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lustre", "gpfs", "glusterfs", "ceph"}
 )
@@ -144,8 +145,12 @@ def take_lock(directory: RunDirectory) -> int:
         "host": platform.node(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime()),
     }
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, orjson.dumps(hint) + b"\n", 0)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, orjson.dumps(hint) + b"\n", 0)
+    except OSError:
+        os.close(fd)  # nobody may hold a lock that nobody knows of
+        raise
     return fd
 
 
@@ -164,15 +169,18 @@ def _owner_hint(directory: RunDirectory) -> Owner:
     # The owner writes its name just after it has the lock; until then it is the name of the owner
     # before, or none. Give it that moment.
     owner = Owner(None, "an unknown host", "at an unknown time")
-    for _ in range(50):
+    deadline = time.monotonic() + HINT_SECONDS
+    while time.monotonic() < deadline:
         try:
             hint = orjson.loads(directory.lock.read_bytes())
             owner = Owner(int(hint["pid"]), str(hint["host"]), str(hint["started"]))
         except (OSError, ValueError, KeyError, TypeError):
             time.sleep(0.01)
             continue
-        if owner.pid == lock_holder(directory.lock):
+        holder = lock_holder(directory.lock)
+        if not holder or holder == owner.pid:  # 0 and None: the kernel's answer is no help here
             return owner
+        owner = Owner(holder, owner.host, "just now")
         time.sleep(0.01)
     return owner
 

@@ -22,9 +22,7 @@ from typing import Final
 
 import click
 
-from supervisor import client
-from supervisor import config as config
-from supervisor import events as ev
+from supervisor import client, config as config, events as ev
 from supervisor.checkpoints import NoSpace, preflight
 from supervisor.config import ConfigError, Settings
 from supervisor.contract import ExitCode, Json, checkpoint_size_bytes

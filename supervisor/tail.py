@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Final
 
@@ -42,7 +42,7 @@ def last_lines(path: Path, count: int, end: int | None = None) -> list[str]:
     return [_decode(line) for line in data.splitlines(keepends=True)[-count:]]
 
 
-def follow(path: Path, start: int) -> Iterator[str]:
+def follow(path: Path, start: int) -> Generator[str, None, None]:
     """What the file has from offset `start` on, until the caller stops asking."""
     with path.open("rb") as file:
         file.seek(start)

@@ -4,8 +4,7 @@ What may live here: reading a whole run directory and saying what in it is damag
 pass over the ledger is in `ledger_proof`, the verdict on one checkpoint in `checkpoint_proof`.
 
 Invariants:
-- Verifying takes no lock and changes nothing, so that it may run beside a living run. `repair`
-  moves bad checkpoints to quarantine, under the run's lock, and changes nothing else.
+- Verifying takes no lock and changes nothing, so that it may run beside a living run.
 - What cannot be read is not proven, and so it is a problem; whether it may be moved is another
   question: only a checkpoint whose bytes are known to be wrong is.
 - The journal is the witness. Where it is damaged itself, only what stands before that is believed.
@@ -18,15 +17,13 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
 
-from supervisor import checkpoints, config, contract, journal
-from supervisor import events as ev
+from supervisor import checkpoints, config, contract, events as ev, journal
 from supervisor.checkpoint_proof import WHOLE, Verdict, promises, prove_checkpoint
 from supervisor.contract import ContractError, Json, checkpoint_stem
 from supervisor.ledger_proof import (
@@ -39,7 +36,7 @@ from supervisor.ledger_proof import (
     prove_ledger,
 )
 from supervisor.readback import Found
-from supervisor.rundir import RunDirectory, RunError, lock_holder, take_lock, take_trainer_lock
+from supervisor.rundir import RunDirectory, lock_holder
 from supervisor.state import Durable, fold
 
 SCHEMA_VERSION: Final = 1
@@ -48,6 +45,8 @@ _THREADS_MAX: Final = 4  # hashing leaves the interpreter's lock alone
 _LOOKS: Final = 20
 _LOOK_SECONDS: Final = 0.1
 _STATE_FIELDS: Final = ("epoch", "policy_digest", "targets_seen", "bandit", "arms")
+
+Condemned = tuple[Found, str]  # a checkpoint whose bytes are known to be wrong, and why
 
 
 @dataclass(slots=True)
@@ -97,21 +96,16 @@ def verify(directory: RunDirectory, advance: Advance = no_progress) -> Report:
     A run that is being supervised, or trained, may be verified: what is half-written at this
     moment is not judged.
     """
-    return _Proof(directory, advance, living=_lives(directory)).run()
+    return examine(directory, advance, living=_lives(directory))[0]
 
 
-def repair(directory: RunDirectory, advance: Advance = no_progress) -> Report:
-    """Verifies, and moves every checkpoint that is known to be bad to quarantine/.
-
-    Raises LockHeld, with its owner, where the run is supervised; RunError where its trainer lives
-    or its journal is too damaged to take the record of the move.
-    """
-    with _owned(directory):
-        proof = _Proof(directory, advance, living=False)
-        report = proof.run()
-        if proof.condemned:
-            report.moved = _set_aside(directory, proof.condemned)
-        return report
+def examine(
+    directory: RunDirectory, advance: Advance, *, living: bool
+) -> tuple[Report, list[Condemned]]:
+    """The report, and the checkpoints that are known to be bad. `living`: files may be half-written
+    because somebody writes them at this moment."""
+    proof = _Proof(directory, advance, living=living)
+    return proof.run(), proof.condemned
 
 
 def _lives(directory: RunDirectory) -> bool:
@@ -119,53 +113,17 @@ def _lives(directory: RunDirectory) -> bool:
     return any(lock_holder(path) is not None for path in locks)
 
 
-@contextmanager
-def _owned(directory: RunDirectory) -> Iterator[None]:
-    lock = take_lock(directory)
-    try:
-        trainer_lock = take_trainer_lock(directory)
-        if trainer_lock is None:
-            raise RunError(
-                f"{directory.path}: its trainer lives (process"
-                f" {lock_holder(directory.trainer_lock)}); stop the run before repairing it"
-            )
-        os.close(trainer_lock)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _set_aside(directory: RunDirectory, condemned: Sequence[tuple[Found, str]]) -> list[str]:
-    """Moves checkpoints to quarantine/ and journals that, so that nobody misses them later."""
-    try:
-        writer, _ = journal.Journal.open(directory.journal)
-    except journal.JournalDamaged as damage:
-        raise RunError(f"{damage}; no checkpoint was moved") from damage
-    try:
-        now = time.time()
-        moved = []
-        for found, reason in condemned:
-            moved_to = checkpoints.quarantine(directory.path, found, reason, time=now)
-            record = ev.CheckpointQuarantined(found.step, reason, moved_to)
-            writer.append([ev.record_to_json(record)], now)
-            writer.sync()
-            moved.append(moved_to)
-        return moved
-    finally:
-        writer.close()
-
-
 # --- the proof ------------------------------------------------------------------------------------
 
 
 class _Proof:
-    """One examination. `condemned`: checkpoints whose bytes are known to be wrong, and why."""
+    """One examination."""
 
     def __init__(self, directory: RunDirectory, advance: Advance, *, living: bool) -> None:
         self.directory = directory
         self.living = living
         self.report = Report(directory.run, str(directory.path.resolve()))
-        self.condemned: list[tuple[Found, str]] = []
+        self.condemned: list[Condemned] = []
         self._advance = advance
         self._counting = threading.Lock()
         self._witness = True  # the journal is whole

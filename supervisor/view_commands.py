@@ -130,8 +130,7 @@ def list_command(as_json: bool) -> int:
 @click.option("--supervisor", "own", is_flag=True, help="The supervisor's own log instead.")
 def logs(run: str | None, lines: int, follow: bool, attempt: int | None, own: bool) -> int:
     """What the trainer printed."""
-    from supervisor.tail import follow as follow_file
-    from supervisor.tail import last_lines
+    from supervisor.tail import follow as follow_file, last_lines
 
     directory = find(run)
     path = directory / "supervisor.log" if own else _log_of(directory, attempt)

@@ -35,6 +35,10 @@ _MARK_NAME, _MARK_VALUE = "TESTS_STARTED_BY", f"{os.getpid()}-{os.urandom(8).hex
 _MARK = f"{_MARK_NAME}={_MARK_VALUE}".encode()
 os.environ[_MARK_NAME] = _MARK_VALUE
 
+# A shell starts background jobs with SIGINT ignored, and everything we start would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # How long something that was told to end may take to be gone.
 GRACE_SECONDS = 10.0
 

@@ -76,3 +76,13 @@ def content_of(directory: Path) -> dict[str, tuple[int, int, int]]:
         stat = os.lstat(path)
         found[str(path.relative_to(directory))] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
     return found
+
+
+def assert_same_run(whole: trainer_kit.Lived, *parts: trainer_kit.Lived) -> None:
+    """Losses, every deterministic field, weights, m, v, and a vector drawn after the last step."""
+    joined = [entry for part in parts for entry in part.entries]
+    assert [entry.step for entry in joined] == [entry.step for entry in whole.entries]
+    for ours, theirs in zip(joined, whole.entries, strict=True):
+        assert contract.differing_fields(ours, theirs) == ()
+    assert parts[-1].image == whole.image
+    assert parts[-1].drawn.tolist() == whole.drawn.tolist()

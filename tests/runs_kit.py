@@ -95,6 +95,13 @@ class Run:
     def write_config(self) -> None:
         self.config.write_text(tomli_w.dumps(self.settings))
 
+    def patch(self, module: str, name: str, value: object) -> None:
+        """Gives a name in `supervisor.<module>` another value, in every process of this run."""
+        lines = f"from supervisor import {module}\n{module}.{name} = {value!r}\n"
+        (self.home / "sitecustomize.py").write_text(lines)
+        rest = os.environ.get("PYTHONPATH", "")
+        self.environment["PYTHONPATH"] = f"{self.home}{os.pathsep}{rest}".rstrip(os.pathsep)
+
     # --- processes ---
 
     def command(self, *arguments: str) -> list[str]:

@@ -83,6 +83,7 @@ class Saboteur:
         self.misbehave("load")
         self.link.record(EnvironmentLine(self.life.attempt, {"saboteur": True}))
         self.link.hello(self.step, PARAMETERS, "0" * 64)
+        self.connect()
         self.misbehave("hello")
         while not self.boundary():
             if self.held():
@@ -93,6 +94,15 @@ class Saboteur:
         self.link.farewell("finished" if self.step >= self.target else "stopped", self.step, 0)
         self.misbehave("gone")
         return 0
+
+    def connect(self) -> None:
+        """Waits, not for ever, until the hello has left. A trainer that does arithmetic has long
+        been connected by its first checkpoint; here a whole run takes less time than that."""
+        for _ in range(100):
+            self.link.poll()
+            if not self.link._owed:
+                return
+            time.sleep(HELD_SECONDS)
 
     def boundary(self) -> bool:
         """Saves if that is due. True: this life is over."""
@@ -179,7 +189,9 @@ class Saboteur:
                 signal.signal(signal.SIGSEGV, signal.SIG_DFL)
                 os.kill(os.getpid(), signal.SIGSEGV)
             elif name == "deaf":
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                signal.signal(
+                    signal.SIGTERM, lambda *_: print("SIGTERM, and no answer", flush=True)
+                )
                 while True:
                     signal.pause()
             elif name == "stray":

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from supervisor import events as ev
-from supervisor import machine
+from supervisor import events as ev, machine
 from supervisor.contract import ExitLine, Json
 from supervisor.state import State, apply, fold
 

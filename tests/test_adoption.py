@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 from runs_kit import DEADLINE_SECONDS, Run, kill, wait_for_end, wait_until
 
-from supervisor import contract
+from supervisor import contract, events as ev
 from supervisor.child import holders
+from supervisor.contract import Json
+from supervisor.machine import decide
 from supervisor.rundir import lock_holder
+from supervisor.state import Pending, Rules, State
 
 
 @pytest.fixture
@@ -84,6 +87,18 @@ def test_a_start_adopts_the_trainer_that_lives(run: Run) -> None:
     assert {r["step"] for r in run.records("checkpoint_committed")} == {10, 14, 20, 30}
 
 
+@pytest.mark.parametrize(("reason", "answered"), [("cadence", False), ("sigusr1", True)])
+def test_a_checkpoint_of_before_is_no_answer_to_a_request(reason: str, answered: bool) -> None:
+    # It went out as a signal; the first that is heard of the trainer is what it did while alone.
+    waiting = Pending("r", "now", operator=True, sent_at=1.0)
+    state = State(phase="running", checkpoints=(waiting,))
+    content: Json = {"step": 10, "digest": "d", "reason": reason, "requests": []}
+    state, effects = decide(Rules(), state, ev.Heard(2.0, "saved", content))
+    replies = [effect for effect in effects if isinstance(effect, ev.Reply)]
+    assert [reply.id for reply in replies] == (["r"] if answered else [])
+    assert (state.checkpoints == ()) == answered
+
+
 def test_sigusr1_works_again_in_the_next_life(run: Run) -> None:
     supervisor = run.hold(8)
     supervisor.send_signal(signal.SIGUSR1)
@@ -124,6 +139,9 @@ def test_a_trainer_that_finished_alone_is_deduced(run: Run) -> None:
     (ended,) = run.records("attempt_ended")
     assert (ended["cause"], ended["step"]) == ("finished", 30)
     assert run.file_status()["deaths_without_progress"] == 0
+    # Every checkpoint that it made is on record, though nobody heard of it.
+    assert {r["step"] for r in run.records("checkpoint_committed")} == {10, 20, 30}
+    assert {r["step"] for r in run.records("checkpoint_verified")} == {10, 20, 30}
 
 
 def test_fc77_a_run_whose_supervisor_died_is_dead_for_readers_and_ends_in_a_cause(run: Run) -> None:
@@ -219,7 +237,9 @@ def test_fc78_what_a_dead_trainer_left_behind_is_ended_and_not_adopted(run: Run)
 def test_two_supervisors_never_share_a_run(run: Run) -> None:
     supervisor = run.hold(8)
     assert run.start().wait(DEADLINE_SECONDS) == 2
-    assert f"already supervised by process {supervisor.pid} on {os.uname().nodename}" in run.output()
+    assert (
+        f"already supervised by process {supervisor.pid} on {os.uname().nodename}" in run.output()
+    )
     assert run.status()["supervisor_pid"] == supervisor.pid
     run.open_gate()
     assert run.end(supervisor) == 0

@@ -19,8 +19,7 @@ import orjson
 import pytest
 import torch
 from faults import Faults
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from supervisor import contract
 from supervisor.contract import CHUNK_BYTES, HEADER_BYTES, Manifest, Tensor

@@ -25,8 +25,7 @@ from checkpoint_kit import (
     state,
     write_checkpoint,
 )
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from supervisor import checkpoints
 from supervisor.checkpoints import (

@@ -87,8 +87,10 @@ def test_status_of_a_living_run_and_of_a_dead_one(run: Run, supervisor: Command)
     assert status["supervisor_pid"] is None
     kill(status["trainer_pid"])
     wait_until(
-        lambda: json.loads(supervisor("status", str(run.directory), "--json").out)["trainer_pid"]
-        is None,
+        lambda: (
+            json.loads(supervisor("status", str(run.directory), "--json").out)["trainer_pid"]
+            is None
+        ),
         "a status that knows of the trainer's death",
     )
 

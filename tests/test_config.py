@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import tomli_w
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from pydantic import ValidationError
 
 from supervisor import changes, config, contract, curriculum, schema

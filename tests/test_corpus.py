@@ -21,8 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from trainer import corpus, documents, tokenizer
 from trainer.corpus import IGNORED_TARGET, Arm, DataError, Windows, collate, load_arm
@@ -531,7 +530,7 @@ def test_whatever_changes_tokens_misses_the_cache(
     arm(data, "*.txt", cache=cache)
     arm(data, "*.txt", cache=cache, held=0.5)
     arm(data, "*.txt", cache=cache, rule=tokenizer.SegmentTokenizer([b"ir"], ""))
-    monkeypatch.setattr(corpus, "EXTRACTION_VERSION", 2)
+    monkeypatch.setattr(corpus, "EXTRACTION_VERSION", documents.EXTRACTION_VERSION + 1)
     arm(data, "*.txt", cache=cache)
     write(data, a_txt="First text")
     changed = arm(data, "*.txt", cache=cache)
@@ -604,8 +603,8 @@ def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert corpus.cache_directory() == Path("/somewhere/trainer-supervisor")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", "/home/user")
-    assert corpus.cache_directory() == Path("/home/user/.cache/trainer-supervisor")
+    monkeypatch.setenv("HOME", "/users/one")
+    assert corpus.cache_directory() == Path("/users/one/.cache/trainer-supervisor")
 
 
 # --- across processes -----------------------------------------------------------------------------
@@ -635,3 +634,23 @@ def test_another_process_sees_the_same_arm_without_torch(data: Path, tmp_path: P
             env=os.environ | {"PYTHONHASHSEED": seed},
         ).stdout
         assert output.strip() == f"{expected} {found.window(0).tolist()}"
+
+
+def test_the_repetition_of_an_arm_is_that_of_its_training_text(tmp_path: Path) -> None:
+    (tmp_path / "again.txt").write_text("the same line of words once more\n" * 50)
+    (tmp_path / "prose.txt").write_text(" ".join(f"word{number}" for number in range(400)))
+    words = tokenizer.load("bytes")
+
+    def repetition(name: str) -> float:
+        return load_arm(
+            name,
+            files=(f"{name}.txt",),
+            tokenizer=words,
+            context=16,
+            holdout_fraction=0.0,
+            base=tmp_path,
+            cache=None,
+        ).repetition
+
+    assert repetition("again") > 0.95
+    assert repetition("prose") == 0.0

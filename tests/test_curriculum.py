@@ -12,11 +12,9 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from supervisor import bandit, curriculum, curriculum_state, mixture, projection
-from supervisor import policy as policies
+from supervisor import bandit, curriculum, curriculum_state, mixture, policy as policies, projection
 from supervisor.curriculum import (
     MAIN,
     WARM_UP,

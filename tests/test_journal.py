@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from faults import Faults, states_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from supervisor.contract import Json
 from supervisor.journal import (

@@ -16,11 +16,9 @@ from pathlib import Path
 import orjson
 import pytest
 from faults import Faults, states_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from supervisor import ledger as module
-from supervisor import rows
+from supervisor import ledger as module, rows
 from supervisor.contract import ContractError, Entry, parse_entry
 from supervisor.ledger import (
     Ledger,

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 import trainer_kit as kit
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from supervisor import config, contract, curriculum
 from supervisor.contract import AuditLine, Entry, EnvironmentLine, EvaluationLine, Manifest
@@ -573,7 +572,9 @@ def test_a_request_is_answered_by_the_boundary_it_asked_for(supervised: Callable
         10: ("operator", ["enough"]),
     }
     for message in peer.verbs("saved"):
-        manifest = checkpoint.verify(trainer.directory, message["step"])
+        manifest = checkpoint.verify(
+            trainer.life.run_directory / contract.CHECKPOINTS, message["step"]
+        )
         assert message["digest"] == manifest.binary_digest
         assert list(manifest.requests) == message["requests"]
     (hello,) = {m["parameters"]: m for m in peer.verbs("hello")}.values()
@@ -603,7 +604,7 @@ def test_a_pause_is_saved_and_left_when_told_to_exit(supervised: Callable[..., A
 
 
 def manifest_at(trainer: loop.Loop, step: int) -> Manifest:
-    return checkpoint.read_manifest(trainer.directory, step)
+    return checkpoint.read_manifest(trainer.life.run_directory / contract.CHECKPOINTS, step)
 
 
 def test_a_pause_that_nobody_ends_is_over_after_its_time(

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import orjson
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from supervisor import events as ev
 from supervisor.contract import ContractError, ExitCode, ExitLine
@@ -487,6 +486,15 @@ def test_what_is_on_record_already_is_not_recorded_again() -> None:
     assert [type(record) for record in case.records] == [ev.AttemptStarted]
 
 
+def test_what_an_earlier_life_set_aside_without_a_record_is_recorded_by_the_next() -> None:
+    """Else a step saved again under that number would pass for recorded."""
+    case = Case(ev.CheckpointCommitted(110, 1, "cadence", [], "bd")).to_selecting(history=120)
+    case.select(100)
+    case.clear()
+    assert case.records[0] == ev.CheckpointsSuperseded(100, [110])
+    assert case.state.durable.on_disk == {100}
+
+
 def test_the_nonce_differs_between_attempts_and_lives() -> None:
     first, second = Case(life="one").to_spawning(), Case(life="two").to_spawning()
     nonces = {case.state.durable.open.nonce for case in (first, second)}  # type: ignore[union-attr]
@@ -958,6 +966,14 @@ def test_stop_anywhere_ends_stopped_with_one_reply(place: str, operator: bool) -
     assert spawned == (place == "spawning")
 
 
+def test_a_stop_while_receipts_are_merged_does_not_wait_for_a_selection() -> None:
+    """A selection reads a whole checkpoint from the device."""
+    case = PLACES["merging"]()
+    case.ask("stop", "s1")
+    case.feed(ev.Merged, 0)
+    assert [type(effect) for effect in case.acts] == [ev.Reply, ev.Exit]
+
+
 @each_place
 def test_no_other_request_undoes_a_stop(place: str) -> None:
     case = PLACES[place]()
@@ -1119,6 +1135,19 @@ def test_a_restart_that_had_to_be_killed_is_not_counted() -> None:
     case.die(signal=9)
     assert case.state.durable.deaths == 0
     assert case.place == ("starting", "merging")
+
+
+def test_a_new_attempt_inherits_neither_the_link_nor_the_kill_of_the_one_before() -> None:
+    case = Case().to_running()
+    case.ask("restart")
+    case.tick(RULES.grace_seconds)
+    case.feed(ev.Died)
+    case.hear("farewell", why="stopped", step=0)
+    case.reap(signal=9)
+    case.to_loading()
+    assert not case.state.linked
+    case.die(signal=9)
+    assert case.state.durable.last_exit.cause == "signal"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("place", [*BEFORE_SPAWN, "spawning", "loading"])

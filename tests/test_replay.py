@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from supervisor.contract import DETERMINISTIC_FIELDS, ContractError, Entry
 from supervisor.ledger import Ledger, canonical, read_entries, tail_after

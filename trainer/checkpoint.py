@@ -167,7 +167,7 @@ def publish(
     _check_finite(flat, draft.step)
     flat.download()
     if sys.byteorder != "little":
-        raise NotImplementedError("a checkpoint is little-endian; this machine is not")
+        raise RuntimeError("a checkpoint is little-endian; this machine is not")
     struct.pack_into("<ii", flat.image, 0, draft.step, draft.parameters)
     try:
         with _only_publisher(directory) as lock:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
-from supervisor import contract
+from supervisor import coherence, contract
 from trainer.documents import (
     BUILTINS,
     EXTRACTION_VERSION,
@@ -57,6 +57,7 @@ __all__ = [
 ]
 
 IGNORED_TARGET: Final = -100
+REPETITION_WORDS: Final = 200_000
 
 
 # --- windows and arms -----------------------------------------------------------------------------
@@ -112,7 +113,8 @@ class Arm(Windows):
 
     `digest` is over the digests of all documents in order: it changes with any content, and with
     their order, and with nothing else. `heldout_byte_entropy` is the entropy of the held-out text's
-    bytes taken singly, in nats per byte; None without held-out text.
+    bytes taken singly, in nats per byte; None without held-out text. `repetition` is the rep-4 of
+    the training text (see supervisor.coherence), from 0 to 1, over its first REPETITION_WORDS.
     """
 
     def __init__(self, name: str, prepared: _Prepared, context: int) -> None:
@@ -121,6 +123,7 @@ class Arm(Windows):
         self.digest = prepared.digest
         self.heldout = Windows(prepared.heldout_tokens, prepared.heldout_lengths, context)
         self.heldout_byte_entropy = prepared.heldout_byte_entropy
+        self.repetition = prepared.repetition
 
 
 def load_arm(
@@ -198,6 +201,7 @@ class _Prepared:
 
     digest: str
     heldout_byte_entropy: float | None
+    repetition: float
     lengths: Sequence[int]
     tokens: memoryview
     heldout_lengths: Sequence[int]
@@ -231,6 +235,7 @@ def _prepare(
         "typecode": tokens.typecode,
         "digest": contract.digest(b"".join(digests)),
         "heldout_byte_entropy": _byte_entropy(sides[1]),
+        "repetition": _repetition(sides[0]),
     }
     return facts, [lengths, heldout_lengths, tokens, heldout_tokens]
 
@@ -257,6 +262,16 @@ def _encode(documents: Sequence[bytes], tokenizer: Tokenizer) -> tuple[array[int
         tokens.append(tokenizer.special)
         lengths.append(len(tokens) - before)
     return lengths, tokens
+
+
+def _repetition(documents: Sequence[bytes]) -> float:
+    """rep-4 of the text that training will see: what memorising it would pay."""
+    words: list[str] = []
+    for document in documents:
+        words.extend(document.decode("utf-8", "replace").split())
+        if len(words) >= REPETITION_WORDS:
+            break
+    return coherence.repetition(words[:REPETITION_WORDS]) or 0.0
 
 
 def _byte_entropy(documents: Sequence[bytes]) -> float | None:
@@ -312,6 +327,7 @@ def _unpack(content: bytearray | None, key: contract.Json) -> _Prepared | None:
     return _Prepared(
         digest=facts["digest"],
         heldout_byte_entropy=facts["heldout_byte_entropy"],
+        repetition=facts["repetition"],
         lengths=parts[0].tolist(),
         heldout_lengths=parts[1].tolist(),
         tokens=parts[2],

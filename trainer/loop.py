@@ -10,7 +10,9 @@ Invariants:
   update are in the weights, and nothing of the next one is drawn.
 - One update: train mode, draw, zero gradients, forward, backward, norms, finite check, clip, step,
   count. A loss or gradient that is not finite ends the life before anything has changed.
-- An audit or an evaluation changes no bit of the state but the note that it was done.
+- An audit or an evaluation changes no bit of the state but the note that it was done, and an
+  evaluation of the cadence what the bandit knows. That of a last step off the cadence tells it
+  nothing: a run that is made longer goes on as if it had always been so long.
 - An audit that is due comes before the checkpoint of its step; somebody who wants the trainer to
   stop does not wait for it.
 """
@@ -79,7 +81,9 @@ class Loop:
         self.link = link
         self._save_at = frozenset(save_at)
         self.life = link.life
-        self.directory = link.life.run_directory / contract.CHECKPOINTS
+        # Supervised, through the descriptor: the run directory may be renamed while we train.
+        home = link.directory if link.life.supervised else link.life.run_directory
+        self.directory = home / contract.CHECKPOINTS
         self._training: Training | None = None
         self._published: contract.Manifest | None = None
         self._progress = Progress(settings.training.steps, wanted=not link.life.supervised)
@@ -122,7 +126,7 @@ class Loop:
             EnvironmentLine(self.life.attempt, environment | {"settings_digest": settings_digest})
         )
         self._published = self._base()
-        loaded = data.load(self.settings, self.link.stop_wanted)
+        loaded = self._data()
         if loaded is None or self.link.stop_wanted():
             return None
         if self._published is None:
@@ -140,6 +144,18 @@ class Loop:
             self._published,
             self.life.epoch,
         )
+
+    def _data(self) -> data.Data | None:
+        try:
+            return data.load(self.settings, self.link.stop_wanted)
+        except DataError as error:
+            if self._published is None:
+                raise
+            # Training on without it would leave its pulls in every sum: a zombie arm.
+            raise DataError(
+                f"{error}. A run does not go on without an arm of its policy; put the text back, or"
+                " drop the arm by a pivot: supervisor pivot --policy FILE, where FILE lacks it"
+            ) from error
 
     def _base(self) -> contract.Manifest | None:
         """The checkpoint to resume from: the one we were told, or the newest that is proven."""
@@ -184,7 +200,7 @@ class Loop:
             loss=loss,
         )
         training.targets_seen += targets
-        training.curriculum = curriculum.observe(chosen, arm, loss)
+        training.curriculum = curriculum.observe(chosen, arm, loss, targets)
         self.link.record(
             Entry(
                 step=training.step,
@@ -273,8 +289,10 @@ class Loop:
 
     def _audit(self, final: bool) -> None:
         """Evaluation, then samples, where due and not done. Each gives up when a stop is wanted."""
-        evaluating = self._is_due(self.settings.evaluation.every, EVALUATED, final)
-        sampling = self._is_due(self.settings.samples.every, AUDITED, final)
+        evaluating = self._is_due(self._evaluation_cadence, EVALUATED, final)
+        sampling = self._is_due(
+            self.settings.samples.every or self.settings.checkpoint.every, AUDITED, final
+        )
         if evaluating:
             self.link.phase("evaluate")
             self._evaluate()
@@ -284,9 +302,12 @@ class Loop:
         if evaluating or sampling:
             self.link.phase("step")
 
-    def _is_due(self, every: int | None, name: str, final: bool) -> bool:
+    @property
+    def _evaluation_cadence(self) -> int:
+        return self.settings.evaluation.every or self.settings.checkpoint.every
+
+    def _is_due(self, every: int, name: str, final: bool) -> bool:
         step = self.step
-        every = every or self.settings.checkpoint.every
         return (final or step % every == 0) and self.training.detectors[name] < step
 
     def _evaluate(self) -> None:
@@ -311,6 +332,12 @@ class Loop:
         }
         loss = nats / sum(targets for _, targets in measured.values())
         self.training.take_evaluation(loss)
+        if self.step % self._evaluation_cadence == 0:
+            means = {name: one / targets for name, (one, targets) in measured.items()}
+            self.training.curriculum = curriculum.evaluated(
+                self.training.curriculum,
+                {name: mean for name, mean in means.items() if math.isfinite(mean)},
+            )
         self.link.record(EvaluationLine(self.step, self.life.attempt, loss, arms))
 
     def _heldout_loss(self, heldout: Windows) -> tuple[float, int] | None:

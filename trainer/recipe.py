@@ -176,7 +176,12 @@ def fresh(settings: Settings, data: Data, place: torch.device, environment: Json
         model=decoder,
         optimizer=AdamW(decoder.flat),
         samplers=_samplers(settings, data),
-        curriculum=curriculum.create(config.curriculum_policy(settings.policy)),
+        curriculum=curriculum.create(
+            config.curriculum_policy(settings.policy),
+            seed=seed_for(seed, "curriculum"),
+            steps=settings.training.steps,
+            **_sources(settings, data),
+        ),
         targets_seen=0,
         detectors={AUDITED: 0, EVALUATED: 0},
         best_evaluation=None,
@@ -222,15 +227,28 @@ def resumed(
         model=decoder,
         optimizer=AdamW(decoder.flat, updates=manifest.step),
         samplers=samplers,
-        curriculum=_curriculum(settings, manifest, pivoted),
+        curriculum=_curriculum(settings, data, manifest, pivoted),
         targets_seen=state["targets_seen"],
         detectors=_detectors(manifest),
         best_evaluation=_best_evaluation(manifest),
         lineage=_lineage(manifest, run_id(settings)),
     )
-    check_counts(training, epoch)
+    check_counts(training, max(epoch, manifest.epoch))
     device.restore_rng(state["rng"], place)
     return training
+
+
+def _sources(settings: Settings, data: Data) -> dict[str, dict[str, Any]]:
+    """What the curriculum needs to know of the arms, by name; see `curriculum.create`."""
+    return {
+        "repetition": {name: arm.repetition for name, arm in data.arms.items()},
+        "fingerprints": {name: arm.digest for name, arm in data.arms.items()},
+        "round_pulls": {
+            name: math.ceil(arm.window_count / settings.training.batch_windows)
+            / settings.training.accumulate
+            for name, arm in data.arms.items()
+        },
+    }
 
 
 def _samplers(settings: Settings, data: Data) -> dict[str, Sampler]:
@@ -241,12 +259,19 @@ def _samplers(settings: Settings, data: Data) -> dict[str, Sampler]:
     }
 
 
-def _curriculum(settings: Settings, manifest: Manifest, pivoted: bool) -> curriculum.State:
+def _curriculum(
+    settings: Settings, data: Data, manifest: Manifest, pivoted: bool
+) -> curriculum.State:
     policy = config.curriculum_policy(settings.policy)
-    if not pivoted:
-        return curriculum.from_json(policy, manifest.state["bandit"])
-    left = config.curriculum_policy(_recorded(manifest).policy)
-    return curriculum.pivoted(curriculum.from_json(left, manifest.state["bandit"]), policy)
+    sources, steps = _sources(settings, data), settings.training.steps - manifest.step
+    if pivoted:
+        left = config.curriculum_policy(_recorded(manifest).policy)
+        old = curriculum.from_json(left, manifest.state["bandit"])
+        return curriculum.pivoted(old, policy, steps=steps, **sources)
+    state = curriculum.from_json(policy, manifest.state["bandit"])
+    if settings.training.steps == _recorded(manifest).training.steps:
+        return state
+    return curriculum.extended(state, sources["round_pulls"], steps)
 
 
 def _detectors(manifest: Manifest) -> dict[str, int]:
@@ -369,6 +394,9 @@ def check_counts(training: Training, epoch: int) -> None:
         )
         if count.pulls != count.steps
     ]
+    seed = seed_for(training.settings.training.seed, "curriculum")
+    if training.curriculum.seed != seed:
+        differences.append(f"bandit seed: {training.curriculum.seed}, this run has {seed}")
     if differences:
         listed = "\n  ".join(differences)
         raise StateMismatch(

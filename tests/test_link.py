@@ -1,0 +1,412 @@
+"""The trainer's side: receipts, requests, signals, and what happens while nobody listens."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from runs_kit import wait_until
+
+from supervisor import contract
+from supervisor.contract import AuditLine, ContractError, Entry, ExitLine, Json
+from supervisor.link import Life, Link, life_from_environment
+from supervisor.wire import FromOperator, FromTrainer, Wire
+
+NONCE = "0123456789abcdef"
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> Life:
+    return Life(tmp_path, 3, NONCE, 1, 40, supervised=True, lock_fd=0)
+
+
+@pytest.fixture
+def alone(life: Life) -> Iterator[Link]:
+    """A link of a process that nobody supervises."""
+    with Link(dataclasses.replace(life, supervised=False)) as link:
+        yield link
+
+
+class Server:
+    """A supervisor reduced to its socket."""
+
+    def __init__(self, directory: Path) -> None:
+        self.fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.wire = Wire(self.fd)
+        self.wire.expect(3, NONCE)
+
+    def hear(self, link: Link, verb: str) -> Json:
+        """The next message of this kind, while the trainer looks at its boundaries."""
+
+        def found() -> Json | None:
+            link.poll()
+            for message in self.wire.receive():
+                assert not isinstance(message, FromOperator)
+                if message.verb == verb:
+                    return message.content
+            return None
+
+        return wait_until(found, f"a message {verb}")
+
+    def close(self) -> None:
+        self.wire.close()
+        os.close(self.fd)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def linked(life: Life, server: Server) -> Iterator[Link]:
+    """A link whose hello has been heard."""
+    with Link(life) as link:
+        link.hello(40, 6, "p")
+        server.hear(link, "hello")
+        yield link
+
+
+def lines(link: Link) -> list[Json]:
+    return [orjson.loads(line) for line in link.receipts_path.read_bytes().splitlines()]
+
+
+# --- which life -----------------------------------------------------------------------------------
+
+ENVIRONMENT = {
+    contract.ENV_RUN_DIRECTORY: "/runs/a",
+    contract.ENV_ATTEMPT: "3",
+    contract.ENV_NONCE: NONCE,
+    contract.ENV_EPOCH: "2",
+    contract.ENV_RESUME_STEP: "40",
+    contract.ENV_LOCK_FD: "7",
+}
+
+
+def test_a_life_comes_with_the_environment() -> None:
+    assert life_from_environment(ENVIRONMENT) == Life(
+        Path("/runs/a"), 3, NONCE, 2, 40, supervised=True, lock_fd=7
+    )
+    assert life_from_environment({"PATH": "/bin"}) is None
+
+
+@pytest.mark.parametrize("name", sorted(ENVIRONMENT.keys() - {contract.ENV_ATTEMPT}))
+def test_half_a_life_is_refused_by_name(name: str) -> None:
+    for wrong in ({}, {name: ""}):
+        broken = {key: value for key, value in ENVIRONMENT.items() if key != name} | wrong
+        with pytest.raises(ContractError, match=name):
+            life_from_environment(broken)
+
+
+def test_a_number_that_is_none_is_refused() -> None:
+    with pytest.raises(ContractError, match="expected a number, got 'x'"):
+        life_from_environment(ENVIRONMENT | {contract.ENV_EPOCH: "x"})
+
+
+# --- receipts -------------------------------------------------------------------------------------
+
+
+def test_a_receipt_is_one_line_and_one_write(alone: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    real = os.write
+
+    def write(descriptor: int, data: bytes) -> int:
+        written.append(bytes(data))
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    alone.record(Entry(41, 2.5, attempt=3, epoch=1))
+    alone.record(Entry(42, float("nan"), attempt=3, epoch=1))
+    alone.record(AuditLine(42, 1.0, 3, 1, [{"prompt": "a\n", "text": "b\nc"}], {}))
+    assert [data.count(b"\n") for data in written] == [1, 1, 1]
+    assert all(data.endswith(b"\n") for data in written)
+    assert b"".join(written) == alone.receipts_path.read_bytes()
+    first, second, audit = lines(alone)
+    assert (first["step"], second["loss"], audit["kind"]) == (41, "nan", "audit")
+
+
+def test_disk_space_is_reserved_ahead_and_not_part_of_the_file(alone: Link) -> None:
+    alone.record(Entry(41, 2.5))
+    stat = alone.receipts_path.stat()
+    assert stat.st_blocks * 512 >= 4 * 1024 * 1024
+    assert stat.st_size < 100
+
+
+def test_a_receipt_that_does_not_fit_is_an_error(
+    alone: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:5]))
+    with pytest.raises(OSError, match=r"attempt-0003\.jsonl: 5 of \d+ bytes written"):
+        alone.record(Entry(41, 2.5))
+
+
+def test_a_second_life_of_one_attempt_appends(life: Life) -> None:
+    for step in (41, 42):
+        with Link(dataclasses.replace(life, supervised=False)) as link:
+            link.record(Entry(step, 1.0))
+    assert [line["step"] for line in lines(link)] == [41, 42]
+
+
+def test_the_exit_record_is_the_last_line_and_durable(
+    alone: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_size)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    alone.record(Entry(41, 2.5))
+    alone.farewell("data", 41, 65, "the corpus has changed")
+    parsed = contract.parse_receipt(alone.receipts_path.read_bytes().splitlines()[-1], "last")
+    assert parsed == ExitLine("data", 41, 65, [], "the corpus has changed")
+    assert synced == [alone.receipts_path.stat().st_size]
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+def dispositions() -> list[Any]:
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+
+
+def test_fc75_handlers_are_back_after_return_and_after_failure(life: Life) -> None:
+    """A handler that stayed installed after training swallowed a later SIGTERM
+    (NVIDIA-NeMo/Megatron-Bridge PR 5975)."""
+    before = dispositions()
+    with Link(life) as link:
+        assert link.install_signal_handlers() is None
+        assert dispositions() != before
+    assert dispositions() == before
+
+    def fail() -> None:
+        with Link(life) as link:
+            link.install_signal_handlers()
+            raise RuntimeError("training failed")
+
+    with pytest.raises(RuntimeError, match="training failed"):
+        fail()
+    assert dispositions() == before
+
+
+def test_fc76_a_thread_trains_without_handlers_and_says_so(linked: Link, server: Server) -> None:
+    """Installing handlers from a thread that is not the main one failed
+    (Lightning-AI/pytorch-lightning #3651)."""
+    before = dispositions()
+    said: list[str | None] = []
+    trainer = threading.Thread(target=lambda: said.append(linked.install_signal_handlers()))
+    trainer.start()
+    trainer.join()
+    assert said[0] is not None
+    assert "requests arrive by the supervisor's link only" in said[0]
+    assert dispositions() == before
+    server.wire.send_trainer("stop", {"id": "s", "at": "now"})
+    server.hear(linked, "seen")
+    assert linked.due(cadence=False).stop
+
+
+def test_sigterm_stops_and_sigusr1_saves_at_the_next_boundary(alone: Link) -> None:
+    alone.install_signal_handlers()
+    assert not alone.stop_wanted()
+    assert alone.due(cadence=False).reason is None
+    signal.raise_signal(signal.SIGUSR1)
+    due = alone.due(cadence=False)
+    assert (due.reason, due.requests, due.stop) == ("sigusr1", (), False)
+    assert alone.due(cadence=False).reason is None, "a request is served once"
+    signal.raise_signal(signal.SIGTERM)
+    assert alone.stop_wanted()
+    due = alone.due(cadence=True)
+    assert (due.reason, due.stop) == ("sigterm", True)
+
+
+def test_fc69_ten_thousand_signals_lose_nothing_and_raise_nothing(
+    alone: Link, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Logging inside a handler raised re-entrant I/O errors
+    (facebookincubator/submitit #1714)."""
+    alone.install_signal_handlers()
+    for number in range(10_000):
+        signal.raise_signal(signal.SIGUSR1)
+        if number % 100 == 0:
+            print("a busy program prints", flush=True)
+    assert alone.due(cadence=False).reason == "sigusr1"
+    signal.raise_signal(signal.SIGTERM)
+    assert alone.due(cadence=False).stop
+    assert capfd.readouterr().err == ""
+
+
+def test_a_signal_to_a_forked_worker_is_not_one_to_the_trainer(alone: Link) -> None:
+    alone.install_signal_handlers()
+    pid = os.fork()
+    if pid == 0:
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(0 if not alone.stop_wanted() else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not alone.stop_wanted()
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def test_requests_are_acknowledged_and_due_when_they_say(linked: Link, server: Server) -> None:
+    server.wire.send_trainer("checkpoint", {"id": "later", "at": "boundary"})
+    assert server.hear(linked, "seen")["id"] == "later"
+    assert linked.due(cadence=False).reason is None
+    server.wire.send_trainer("checkpoint", {"id": "now", "at": "now"})
+    assert server.hear(linked, "seen")["id"] == "now"
+    due = linked.due(cadence=False)
+    assert (due.reason, due.requests, due.stop) == ("operator", ("now",), False)
+    due = linked.due(cadence=True)
+    assert (due.reason, set(due.requests)) == ("operator", {"later", "now"})
+    linked.saved(50, "d", "operator", due.requests, 0.5)
+    saved = server.hear(linked, "saved")
+    assert (saved["step"], set(saved["requests"])) == (50, {"later", "now"})
+    assert linked.due(cadence=True).reason == "cadence"
+    assert linked.due(cadence=True).requests == ()
+
+
+def test_a_stop_is_named_in_its_checkpoint_and_in_the_farewell(
+    linked: Link, server: Server
+) -> None:
+    server.wire.send_trainer("stop", {"id": "s", "at": "now"})
+    server.hear(linked, "seen")
+    assert linked.stop_wanted()
+    due = linked.due(cadence=False)
+    assert (due.reason, due.requests, due.stop) == ("operator", ("s",), True)
+    linked.saved(41, "d", "operator", due.requests, 0.5)
+    linked.farewell("stopped", 41, 0)
+    farewell = server.hear(linked, "farewell")
+    assert (farewell["why"], farewell["step"]) == ("stopped", 41)
+    assert lines(linked)[-1]["requests"] == ["s"]
+
+
+def test_a_stop_at_a_boundary_waits_for_it(linked: Link, server: Server) -> None:
+    server.wire.send_trainer("stop", {"id": "s", "at": "boundary"})
+    server.hear(linked, "seen")
+    assert not linked.stop_wanted()
+    assert not linked.due(cadence=False).stop
+    assert linked.due(cadence=True).stop
+
+
+def test_a_request_that_was_served_is_answered_and_not_served_again(
+    linked: Link, server: Server
+) -> None:
+    server.wire.send_trainer("checkpoint", {"id": "c", "at": "now"})
+    server.hear(linked, "seen")
+    linked.saved(41, "d", "operator", linked.due(cadence=False).requests, 0.5)
+    first = server.hear(linked, "saved")
+    # A supervisor that never heard of it, because the one before died, asks again.
+    server.wire.send_trainer("checkpoint", {"id": "c", "at": "now"})
+    assert server.hear(linked, "saved") == first
+    assert linked.due(cadence=False).reason is None
+
+
+def test_a_pause_waits_for_the_cadence_and_for_the_word_to_exit(
+    linked: Link, server: Server
+) -> None:
+    server.wire.send_trainer("pause", {"id": "p"})
+    server.hear(linked, "seen")
+    assert linked.due(cadence=False).pause is None
+    assert linked.due(cadence=True, pause_allowed=False).pause is None
+    due = linked.due(cadence=True)
+    assert (due.pause, due.reason, due.requests) == ("p", "pivot", ("p",))
+    linked.paused(50, "p")
+    server.hear(linked, "paused")
+    assert linked.due(cadence=True).pause is None
+    assert not linked.wait_for_exit(0.01), "nobody said so: it trains on"
+    server.wire.send_trainer("exit", {})
+    assert linked.wait_for_exit(30.0)
+    assert linked.due(cadence=False).stop
+
+
+def test_a_paused_trainer_hears_sigterm(alone: Link) -> None:
+    alone.install_signal_handlers()
+    signal.raise_signal(signal.SIGTERM)
+    assert alone.wait_for_exit(30.0)
+
+
+# --- nobody listens -------------------------------------------------------------------------------
+
+
+def test_without_a_supervisor_nothing_waits_and_nothing_is_lost(life: Life) -> None:
+    with Link(life) as link:
+        link.hello(40, 6, "p")
+        link.phase("step")
+        for step in range(41, 61):
+            link.record(Entry(step, 1.0, attempt=3, epoch=1))
+            assert link.due(cadence=False).reason is None
+        link.saved(60, "d", "cadence", (), 0.5)
+        link.farewell("finished", 60, 0)
+    assert [line.get("step") for line in lines(link)] == [*range(41, 61), 60]
+
+
+def test_a_supervisor_that_comes_late_hears_the_hello_and_the_newest_checkpoint(
+    life: Life, tmp_path: Path
+) -> None:
+    with Link(life) as link:
+        link.hello(40, 6, "p")
+        link.saved(50, "d", "cadence", (), 0.5)
+        link.saved(60, "d", "cadence", (), 0.5)
+        server = Server(tmp_path)
+        heard: list[FromTrainer | FromOperator] = []
+
+        def both() -> bool:
+            link.poll()
+            heard.extend(server.wire.receive())
+            return len(heard) >= 2
+
+        wait_until(both, "a hello and a checkpoint")
+        assert [(m.verb, m.content["step"]) for m in heard] == [("hello", 40), ("saved", 60)]
+        link.poll()
+        assert not link._owed
+        server.close()
+
+
+def test_a_supervisor_that_is_replaced_asks_who_and_is_told(life: Life, tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    with Link(life) as link:
+        link.hello(40, 6, "p")
+        server.hear(link, "hello")
+        server.close()
+        server = Server(tmp_path)
+
+        def speaks() -> bool:
+            link.phase("step")
+            return bool(server.wire.receive())
+
+        wait_until(speaks, "a word on the new connection")
+        hello = server.hear(link, "hello")
+        assert (hello["pid"], hello["step"]) == (os.getpid(), 40)
+        server.close()
+
+
+def test_a_run_directory_that_is_renamed_is_followed(life: Life, tmp_path: Path) -> None:
+    directory = tmp_path / "before"
+    directory.mkdir()
+    with Link(dataclasses.replace(life, run_directory=directory)) as link:
+        link.record(Entry(41, 1.0))
+        moved = directory.rename(tmp_path / "after")
+        assert link.directory.resolve() == moved
+        server = Server(moved)
+        link.hello(40, 6, "p")
+        server.hear(link, "hello")
+        server.close()
+
+
+def test_closing_twice_is_harmless(life: Life) -> None:
+    link = Link(life)
+    link.install_signal_handlers()
+    link.close()
+    link.close()

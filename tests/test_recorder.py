@@ -1,0 +1,499 @@
+"""Receipts into history: what is taken in, how often, and what happens when the disk refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import Faults
+
+from supervisor import contract, events as ev, recorder
+from supervisor.contract import (
+    AuditLine,
+    Entry,
+    EnvironmentLine,
+    EvaluationLine,
+    ExitLine,
+    Json,
+    Receipt,
+)
+from supervisor.ledger import Ledger, read_entries
+from supervisor.recorder import Gauge, Recorder
+from supervisor.rundir import RunDirectory, RunError
+
+
+def entry(step: int, attempt: int = 1, loss: float | None = None, **more: Any) -> Entry:
+    value = 1.0 + step / 8 if loss is None else loss
+    return Entry(step, value, time=100.0 + step, attempt=attempt, epoch=1, **more)
+
+
+class Desk:
+    """A recorder with its ledger, and a pen that writes receipts as a trainer does."""
+
+    def __init__(self, path: Path, samples_keep: int = 200) -> None:
+        self.directory = RunDirectory(path, "run")
+        self.directory.create()
+        self.samples_keep = samples_keep
+        self.open()
+
+    def open(self) -> None:
+        self.ledger = Ledger.open(self.directory.ledger)
+        self.recorder = Recorder(self.directory, self.ledger, self.samples_keep)
+
+    def reopen(self) -> None:
+        """As after a death of the supervisor: what was not committed is forgotten."""
+        self.close()
+        self.open()
+
+    def close(self) -> None:
+        self.recorder.close()
+        self.ledger.close()
+
+    def path(self, attempt: int) -> Path:
+        return self.directory.receipts / f"{contract.attempt_stem(attempt)}.jsonl"
+
+    def write(self, attempt: int, *receipts: Receipt | bytes) -> None:
+        with self.path(attempt).open("ab") as file:
+            for one in receipts:
+                file.write(one if isinstance(one, bytes) else contract.encode_receipt(one))
+
+    def pump(self) -> str:
+        """Takes in all there is; the first problem, or nothing."""
+        for _ in range(100):
+            problem = self.recorder.pump()
+            if problem or not self.recorder.behind:
+                return problem
+        raise AssertionError("it never came to an end")
+
+    def commit(self) -> list[ev.Record]:
+        """What the daemon's commit does; returns the records it journals."""
+        if self.recorder.take_unsynced() is not None:
+            self.ledger.sync()
+        for path, content in self.recorder.take_files().items():
+            path.write_bytes(content)
+        return self.recorder.take_records()
+
+    def unsynced(self) -> bool:
+        return self.recorder.unsynced
+
+    def idle(self) -> bool:
+        return self.recorder.idle
+
+    def steps(self) -> list[tuple[int, int | None]]:
+        entries, torn = read_entries(self.directory.ledger)
+        assert torn is None
+        return [(one.step, one.attempt) for one in entries]
+
+    def samples(self) -> list[Json]:
+        found: list[Json] = json.loads(self.directory.samples.read_bytes())
+        return found
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path / "run")
+    yield made
+    made.close()
+
+
+# --- entries --------------------------------------------------------------------------------------
+
+
+def test_steps_are_appended_as_they_come(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    assert desk.recorder.at_end(), "there is no file yet"
+    assert desk.pump() == ""
+    desk.write(1, entry(1), entry(2))
+    assert not desk.recorder.at_end()
+    assert desk.pump() == ""
+    assert desk.unsynced()
+    assert desk.recorder.take_unsynced() == (2, 0)
+    assert desk.recorder.take_unsynced() is None
+    assert not desk.unsynced()
+    desk.write(1, entry(3))
+    desk.pump()
+    assert desk.steps() == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_a_line_may_arrive_in_pieces(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    line = contract.encode_receipt(entry(1))
+    for position in range(len(line)):
+        assert desk.steps() == []
+        desk.write(1, line[position : position + 1])
+        desk.pump()
+    assert desk.steps() == [(1, 1)]
+
+
+def test_a_torn_last_line_is_no_step(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, entry(1), contract.encode_receipt(entry(2))[:-1])
+    assert desk.pump() == ""
+    assert desk.recorder.at_end()
+    assert desk.steps() == [(1, 1)]
+    desk.recorder.follow(2, 0, 1)
+    desk.write(2, entry(1, 2), entry(2, 2))
+    assert desk.pump() == ""
+    assert desk.steps() == [(1, 1), (2, 2)]
+
+
+def test_nuls_of_a_power_loss_are_passed_by(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, entry(1), b"\0" * 100 + b"\n", entry(2))
+    assert desk.pump() == ""
+    assert desk.steps() == [(1, 1), (2, 1)]
+
+
+def test_redelivery_changes_nothing(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, *(entry(step) for step in range(1, 6)))
+    desk.pump()
+    before = desk.directory.ledger.read_bytes()
+    for _ in range(2):
+        desk.reopen()
+        desk.recorder.follow(1, 0, 1)
+        assert desk.pump() == ""
+        assert desk.commit() == []
+        desk.recorder.follow(1, 0, 1)  # harmless where it is followed already
+        assert desk.pump() == ""
+        assert desk.directory.ledger.read_bytes() == before
+    desk.write(1, entry(6))
+    desk.pump()
+    assert desk.steps()[-1] == (6, 1)
+
+
+def test_a_step_executed_again_is_verified_and_adds_nothing(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, *(entry(step) for step in range(1, 6)))
+    desk.pump()
+    desk.commit()
+    desk.recorder.follow(2, 3, 1)
+    desk.write(2, *(entry(step, 2) for step in range(4, 8)))
+    desk.pump()
+    assert desk.recorder.verified_steps == 2
+    assert desk.recorder.take_unsynced() == (7, 2)
+    assert desk.steps() == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 2), (7, 2)]
+
+
+def test_a_step_that_differs_is_told_with_both_versions(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, EnvironmentLine(1, {"torch": "2.9"}), *(entry(step) for step in range(1, 5)))
+    desk.pump()
+    desk.commit()
+    desk.recorder.follow(2, 2, 1)
+    desk.write(2, EnvironmentLine(2, {"torch": "3.0"}), entry(3, 2, loss=9.0, learning_rate=0.5))
+    desk.pump()
+    diverged, alarmed = desk.commit()
+    assert isinstance(diverged, ev.ReplayDiverged)
+    assert (diverged.step, diverged.attempt, diverged.fields) == (3, 2, ["loss", "learning_rate"])
+    assert (diverged.earlier["loss"], diverged.later["loss"]) == (1.375, 9.0)
+    assert diverged.likely == "environment"
+    assert isinstance(alarmed, ev.Alarmed)
+    assert alarmed.name == "replay_diverged"
+    assert "step 3 of attempt 2 differs in loss, learning_rate from attempt 1" in alarmed.detail
+    assert desk.steps() == [(1, 1), (2, 1), (3, 1), (4, 1), (3, 2)]
+
+
+def test_a_divergence_whose_report_was_lost_is_told_again(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, entry(1), entry(2))
+    desk.recorder.pump()
+    desk.recorder.follow(2, 0, 1)
+    desk.write(2, entry(1, 2, loss=9.0))
+    desk.pump()
+    assert len(desk.commit()) == 2
+    desk.reopen()
+    desk.recorder.follow(2, 0, 1)
+    desk.pump()
+    # It is in the ledger; whether it is in the journal is for the journal to say.
+    assert desk.steps() == [(1, 1), (2, 1), (1, 2)]
+
+
+def test_a_gap_is_refused_and_nothing_after_it_is_believed(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, entry(1), entry(3), entry(4))
+    problem = desk.pump()
+    assert "step 3, expected 2" in problem
+    assert desk.steps() == [(1, 1)]
+    assert desk.recorder.at_end(), "a refused file is done with"
+    assert desk.pump() == "", "it is told once"
+    desk.recorder.follow(2, 1, 1)
+    desk.write(2, entry(2, 2))
+    assert desk.pump() == ""
+    assert desk.steps() == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"not JSON\n", "attempt-0001.jsonl line 2: not JSON"),
+        (b'{"kind": "dance"}\n', "unknown kind of receipt 'dance'"),
+        (b'{"step": 2}\n', "a row needs step and loss"),
+        (contract.encode_receipt(entry(2, attempt=7)), "step 2 of attempt 7"),
+    ],
+)
+def test_a_line_that_is_no_receipt_is_refused_by_place(desk: Desk, line: bytes, words: str) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, entry(1), line, entry(2))
+    assert words in desk.pump()
+    assert desk.steps() == [(1, 1)]
+
+
+def test_a_line_without_an_end_is_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "RECEIPT_BYTES_MAX", 1000)
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, entry(1), b"x" * 1001)
+    assert "line 2 does not end within 1000 bytes" in desk.pump()
+    assert desk.steps() == [(1, 1)]
+
+
+def test_a_foreign_trainers_steps_are_completed(desk: Desk) -> None:
+    desk.recorder.follow(4, 0, 2)
+    desk.write(4, b'{"step": 1, "loss": "nan"}\n')
+    assert desk.pump() == ""
+    (only,), _ = read_entries(desk.directory.ledger)
+    assert (only.attempt, only.epoch, only.loss != only.loss) == (4, 2, True)
+
+
+def test_one_pump_takes_a_bounded_piece(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "PUMP_BYTES", 256)
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, *(entry(step) for step in range(1, 101)))
+    assert desk.recorder.pump() == ""
+    assert 0 < len(desk.steps()) < 6
+    assert desk.recorder.behind
+    desk.pump()
+    assert len(desk.steps()) == 100
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_leftovers_are_merged_in_the_order_of_the_attempts(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "PUMP_BYTES", 100)
+    desk.write(10, entry(5, 10), entry(6, 10))
+    desk.write(9, *(entry(step, 9) for step in range(1, 5)))
+    (desk.directory.receipts / "notes.jsonl").write_bytes(b"not ours\n")
+    desk.recorder.merge_leftovers()
+    assert not desk.idle()
+    assert desk.pump() == ""
+    assert desk.idle()
+    assert desk.steps() == [(1, 9), (2, 9), (3, 9), (4, 9), (5, 10), (6, 10)]
+
+
+def test_a_file_that_is_followed_is_no_leftover(desk: Desk) -> None:
+    desk.write(1, entry(1))
+    desk.recorder.follow(1, 0, 1)
+    desk.recorder.merge_leftovers()
+    desk.pump()
+    assert desk.steps() == [(1, 1)]
+
+
+def test_receipts_go_only_when_all_is_durable(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, entry(1))
+    desk.pump()
+    with pytest.raises(AssertionError):
+        desk.recorder.forget_before(2)
+    desk.commit()
+    desk.write(2, entry(2, 2))
+    desk.recorder.forget_before(2)
+    assert [attempt for attempt, _ in desk.directory.receipt_files()] == [2]
+
+
+def test_the_exit_line_is_that_of_the_attempt(desk: Desk) -> None:
+    said = ExitLine("stopped", 1, 0, ["r"], "")
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, entry(1), said)
+    desk.pump()
+    assert desk.recorder.exit_line == said
+    desk.recorder.follow(2, 1, 1)
+    assert desk.recorder.exit_line is None
+
+
+# --- the disk refuses -----------------------------------------------------------------------------
+
+
+def test_a_full_disk_keeps_the_steps_owed_and_loses_none(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, entry(1))
+    desk.pump()
+    desk.commit()
+    faults = Faults(monkeypatch, ("pwrite",))
+    faults.fail_always(errno.ENOSPC)
+    desk.write(1, entry(2), entry(3))
+    assert desk.recorder.pump() == "", "it is no fault of the trainer's"
+    assert "No space" in desk.recorder.trouble or "ENOSPC" in desk.recorder.trouble
+    assert desk.unsynced()
+    assert not desk.recorder.at_end(), "so no death is judged and nothing is started"
+    assert not desk.recorder.behind, "so the loop does not spin"
+    desk.write(1, entry(4))
+    assert desk.recorder.pump() == ""
+    assert desk.steps() == [(1, 1)]
+    faults.heal()
+    assert desk.pump() == ""
+    assert desk.recorder.trouble == ""
+    assert desk.recorder.take_unsynced() == (4, 0)
+    assert desk.steps() == [(1, 1), (2, 1), (3, 1), (4, 1)]
+
+
+def test_a_short_write_is_put_right(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.recorder.follow(1, 0, 1)
+    faults = Faults(monkeypatch, ("pwrite",))
+    faults.fail_at(0, "short")
+    desk.write(1, entry(1), entry(2))
+    desk.recorder.pump()
+    faults.heal()
+    desk.pump()
+    assert desk.steps() == [(1, 1), (2, 1)]
+
+
+# --- sidecars -------------------------------------------------------------------------------------
+
+
+def audit(step: int, text: str, attempt: int = 1) -> AuditLine:
+    return AuditLine(step, 1.0, attempt, 1, [{"prompt": "The ", "text": text}], {"prose": 1.0})
+
+
+def test_audits_are_kept_newest_last_and_a_left_branch_is_superseded(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, audit(0, "zero"), *(entry(s) for s in range(1, 4)), audit(3, "three"))
+    desk.write(1, *(entry(s) for s in range(4, 7)), audit(6, "six"))
+    desk.pump()
+    desk.commit()
+    assert [row["step"] for row in desk.samples()] == [0, 3, 6]
+    assert desk.samples()[0] == {
+        "step": 0,
+        "time": 1.0,
+        "attempt": 1,
+        "epoch": 1,
+        "prompt": "The ",
+        "text": "zero",
+        "arm_shares": {"prose": 1.0},
+    }
+    desk.recorder.follow(2, 2, 1)
+    desk.write(2, entry(3, 2), audit(3, "three again", 2))
+    desk.pump()
+    desk.commit()
+    assert [row["text"] for row in desk.samples()] == ["zero", "three again"]
+    # Another life of the supervisor reads the same receipts and comes to the same.
+    desk.reopen()
+    desk.recorder.follow(2, 2, 1)
+    desk.pump()
+    desk.commit()
+    assert [row["text"] for row in desk.samples()] == ["zero", "three again"]
+
+
+def test_only_the_newest_samples_are_kept(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "run", samples_keep=2)
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, audit(0, "a"), entry(1), audit(1, "b"), entry(2), audit(2, "c"))
+    desk.pump()
+    desk.commit()
+    assert [row["text"] for row in desk.samples()] == ["b", "c"]
+    desk.close()
+
+
+def test_an_evaluation_is_journalled_once(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    line = EvaluationLine(2, 1, 2.5, {"prose": {"loss": 2.5, "byte_entropy": 3.0}})
+    desk.write(1, entry(1), entry(2), line)
+    desk.pump()
+    assert desk.commit() == [ev.Evaluated(2, 2.5, line.arms)]
+    assert desk.recorder.gauge.evaluation == {"step": 2, "loss": 2.5, "arms": line.arms}
+    desk.reopen()
+    desk.recorder.evaluated_step = 2
+    desk.recorder.follow(1, 0, 1)
+    desk.pump()
+    assert desk.commit() == []
+
+
+def test_training_json_holds_what_each_attempt_ran_on(desk: Desk) -> None:
+    for attempt in (1, 2):
+        desk.recorder.follow(attempt, 0, 1)
+        desk.write(attempt, EnvironmentLine(attempt, {"threads": attempt}))
+        desk.pump()
+        desk.commit()
+        desk.reopen()
+    assert json.loads(desk.directory.training.read_bytes()) == {
+        "attempt-0001": {"threads": 1},
+        "attempt-0002": {"threads": 2},
+    }
+
+
+def test_state_json_is_the_bandit_of_a_verified_checkpoint(desk: Desk) -> None:
+    checkpoint = {
+        "step": 20,
+        "epoch": 1,
+        "policy_digest": "d",
+        "targets_seen": 200,
+        "bandit": {"kind": "static"},
+        "arms": {"prose": {}},
+    }
+    desk.recorder.remember_bandit({**checkpoint, "sha256": "not the operator's business"})
+    assert desk.unsynced()
+    desk.commit()
+    assert json.loads(desk.directory.state.read_bytes()) == checkpoint
+
+
+def test_what_a_commit_could_not_take_is_given_back_and_newer_content_wins(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, audit(0, "old"), entry(1))
+    desk.pump()
+    recorded, files = desk.recorder.take_unsynced(), desk.recorder.take_files()
+    desk.write(1, audit(1, "new"))
+    desk.pump()
+    desk.recorder.give_back(recorded, files)
+    assert desk.recorder.take_unsynced() == (1, 0)
+    content = desk.recorder.take_files()[desk.directory.samples]
+    assert [row["text"] for row in json.loads(content)] == ["old", "new"]
+
+
+@pytest.mark.parametrize(("name", "content"), [("samples", b"{}"), ("samples", b"[1]")])
+def test_a_damaged_list_is_named(desk: Desk, name: str, content: bytes) -> None:
+    path: Path = getattr(desk.directory, name)
+    path.write_bytes(content)
+    with pytest.raises(RunError, match=f"{path.name}: expected an array of objects"):
+        Recorder(desk.directory, desk.ledger, 200)
+
+
+def test_a_damaged_object_is_named(desk: Desk) -> None:
+    desk.directory.training.write_bytes(b"[]")
+    with pytest.raises(RunError, match=r"training\.json: expected an object"):
+        Recorder(desk.directory, desk.ledger, 200)
+    desk.directory.training.write_bytes(b"{")
+    with pytest.raises(RunError, match=r"training\.json: not valid JSON"):
+        Recorder(desk.directory, desk.ledger, 200)
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def test_the_gauge_follows_the_run_and_survives_a_bad_loss() -> None:
+    gauge = Gauge()
+    assert (gauge.loss, gauge.loss_ema, gauge.steps_per_second) == (None, None, None)
+    gauge.take(entry(1, loss=2.0, step_seconds=0.5, arm="prose"))
+    gauge.take(entry(2, loss=4.0, step_seconds=0.25))
+    assert gauge.loss_ema == pytest.approx(2.0 * 0.98 + 4.0 * 0.02)
+    assert gauge.steps_per_second == pytest.approx(2 / 0.75)
+    average = gauge.loss_ema
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        gauge.take(entry(3, loss=bad))
+    assert gauge.loss == float("-inf")
+    assert gauge.loss_ema == average
+
+
+def test_a_new_life_knows_the_last_entry(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, entry(1), entry(2, loss=5.0))
+    desk.pump()
+    desk.reopen()
+    assert (desk.recorder.history_step, desk.recorder.gauge.loss) == (2, 5.0)
