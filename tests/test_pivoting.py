@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_machine import OPENING, PID, RULES, Case, ours
 
 from supervisor import events as ev
