@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -253,7 +254,12 @@ class Link:
             self._say(verb, content)
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             frame = self._socket.recv(zmq.NOBLOCK)
-            verb, content = contract.parse_message(frame, contract.DOWN, "message")
+            try:
+                verb, content = contract.parse_message(frame, contract.DOWN, "message")
+            except ContractError as error:
+                # A newer supervisor, or a broken one: its mistake must not end the training.
+                print(f"link: a frame was not understood and is dropped: {error}", file=sys.stderr)
+                continue
             match verb:
                 case "checkpoint":
                     self._take(self._checkpoints, content)

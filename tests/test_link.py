@@ -277,6 +277,20 @@ def test_requests_are_acknowledged_and_due_when_they_say(linked: Link, server: S
     assert linked.due(cadence=True).requests == ()
 
 
+def test_a_frame_that_nobody_understands_is_told_and_dropped(
+    linked: Link, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The mistake of a supervisor, or a verb of a newer one, must not end a training."""
+    server.wire.send_trainer("dance", {"id": "x"})
+    server.wire.send_trainer("checkpoint", {"id": "now", "at": "some day"})
+    server.wire.send_trainer("checkpoint", {"id": "after", "at": "now"})
+    assert server.hear(linked, "seen")["id"] == "after"
+    assert linked.due(cadence=False).requests == ("after",)
+    told = capsys.readouterr().err
+    assert "unknown verb 'dance'" in told
+    assert "at is 'some day'" in told
+
+
 def test_a_stop_is_named_in_its_checkpoint_and_in_the_farewell(
     linked: Link, server: Server
 ) -> None:
