@@ -220,8 +220,8 @@ class Restart(_Table):
 
 
 class Hang(_Table):
-    """Deadlines: `start_seconds` to the first step, then `factor` times the median step, but never
-    less than `step_seconds`."""
+    """Deadlines: `start_seconds` to the first sign of life, which is acted on; then `factor` times
+    the median step, but never less than `step_seconds`, which is not acted on yet."""
 
     start_seconds: Positive = 1200.0
     step_seconds: Positive = 60.0
@@ -236,6 +236,8 @@ class Stop(_Table):
 
 
 class Alarms(_Table):
+    """Not acted on yet."""
+
     disk_headroom_bytes: Annotated[
         int, Field(ge=0, lt=2**63, description="an integer of at least 0")
     ] = 1 << 30

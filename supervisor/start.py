@@ -76,6 +76,7 @@ def resume_directory(directory: Path, environment: Mapping[str, str], request: R
 def _supervise(settings: Settings, environment: Mapping[str, str], request: Request) -> int:
     directory = RunDirectory(Path(settings.run.directory), settings.run.name)
     if request.wish != "stop":
+        _check_supported(settings)
         _check_trainer(settings)
         _check_space(settings, directory)
     signals = Signals()
@@ -102,6 +103,20 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         if lock_fd >= 0:
             os.close(lock_fd)
         signals.close()
+
+
+def _check_supported(settings: Settings) -> None:
+    """Settings that are understood but cannot be carried out yet are refused, not ignored."""
+    if settings.run.shared:
+        raise Refused(
+            "run.shared = true: a run directory on a network file system is not supported yet; set"
+            " it to false and put run.directory on a local disk"
+        )
+    if settings.trainer.processes > 1 and settings.trainer.command is None:
+        raise Refused(
+            f"trainer.processes = {settings.trainer.processes}: our trainer runs as one process;"
+            " set it to 1, or set trainer.command to a launcher of your own"
+        )
 
 
 def _check_trainer(settings: Settings) -> None:

@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import threading
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tomli_w
 import zmq
 from runs_kit import DEADLINE_SECONDS, Run, kill, wait_for_end, wait_until
 
@@ -614,6 +616,25 @@ def test_operational_settings_are_taken_over_on_record(run: Run) -> None:
         "stop.grace_seconds": [30.0, 7.0],
     }
     assert "keep_last = 4" in (run.directory / contract.RUN_FILE).read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("run.shared=true", "run.shared = true: a run directory on a network file system"),
+        ("trainer.processes=2", "trainer.processes = 2: our trainer runs as one process"),
+    ],
+)
+def test_what_cannot_be_carried_out_yet_is_refused_and_not_ignored(
+    run: Run, change: str, words: str
+) -> None:
+    tree = tomllib.loads(run.config.read_text())
+    if "processes" in change:
+        del tree["trainer"]["command"]  # a launcher of one's own may start as many as it likes
+    run.config.write_text(tomli_w.dumps(tree))
+    with pytest.raises(start.Refused, match=words):
+        start.start_from_file(str(run.config), [change], {}, start.Request())
+    assert not run.directory.exists()
 
 
 def test_run_toml_is_written_again_as_the_journal_has_it(run: Run) -> None:
