@@ -631,6 +631,7 @@ def test_what_cannot_be_carried_out_yet_is_refused_and_not_ignored(
     tree = tomllib.loads(run.config.read_text())
     if "processes" in change:
         del tree["trainer"]["command"]  # a launcher of one's own may start as many as it likes
+        tree["policy"] = {"arms": [{"name": "docs", "builtin": "python-docs"}]}
     run.config.write_text(tomli_w.dumps(tree))
     with pytest.raises(start.Refused, match=words):
         start.start_from_file(str(run.config), [change], {}, start.Request())
