@@ -43,6 +43,7 @@ class Housekeeper:
         self._emit = emit
         self._alarm = alarm
         self._seen = seen
+        self._seen_step = 0
         self._calls: dict[int, Callable[[Reply], None]] = {}
         self._verifier = Verifier(run_directory)
 
@@ -67,7 +68,7 @@ class Housekeeper:
         def selected(reply: Reply) -> None:
             result = _demand(reply)
             if result["chosen"] is not None:
-                self._seen(result["chosen"])
+                self._see(result["chosen"])
             self._emit(_selection(result))
 
         self._ask(selected, "select", ceiling=ceiling, time=time.time(), **self._identity)
@@ -90,7 +91,8 @@ class Housekeeper:
         def verified(reply: Reply) -> None:
             if reply.ok:
                 self._alarm("verification", "")
-                self._seen(reply.result)
+                if step >= self._seen_step:  # not so where the selection was faster
+                    self._see(reply.result)
                 self._emit(_verification(reply.result))
             elif reply.kind == "damaged":
                 reason = reply.result["reason"]
@@ -118,6 +120,10 @@ class Housekeeper:
             pins=sorted(pins),
             verified_steps=sorted(verified_steps),
         )
+
+    def _see(self, checkpoint: Json) -> None:
+        self._seen_step = checkpoint["step"]
+        self._seen(checkpoint)
 
     def _ask(self, done: Callable[[Reply], None], do: str, **request: Any) -> None:
         self._calls[self._verifier.submit({"do": do, **request})] = done

@@ -125,6 +125,7 @@ def test_a_trainer_without_a_link_is_asked_for_a_checkpoint_and_then_to_end() ->
     case.feed(ev.Recorded, 201, 0)
     assert ask(case) == [ev.Append(intended()), ev.Signal("USR1")]
     assert case.state.deadline == case.now + RULES.signal_after_seconds
+    assert case.feed(ev.Recorded, 202, 0) == []
     assert case.tick(RULES.signal_after_seconds - 0.5) == []
     assert case.tick(0.5) == [ev.Signal("TERM")]
     assert case.place == ("stopping", "")
@@ -157,6 +158,27 @@ def test_a_trainer_that_dies_at_the_boundary_has_left_a_base_all_the_same() -> N
     switched(case)
     assert case.state.durable.epoch == 2
     assert case.state.durable.last_exit.counted is False  # type: ignore[union-attr]
+
+
+def test_what_was_switched_before_a_crash_is_answered_after_it_and_not_done_again() -> None:
+    case = running()
+    ask(case)
+    case.hear("paused", step=200, id="p1")
+    again = switched(left(case)).reopened()
+    again.to_running(base=200)
+    ask(again)
+    assert replies(again) == [("p1", "done")]
+    assert len(again.state.durable.epochs) == 2
+
+
+def test_nothing_is_retained_away_while_a_base_is_looked_for() -> None:
+    """What is newest may lie above the base, and push it out; all that is left at the end goes."""
+    case = Case(SAVED, NEWER).to_selecting(history=1000)
+    assert case.feed(ev.Verified, 200, "", "sha", "bd", 1, "cadence") == [
+        ev.Append(ev.CheckpointVerified(200, "sha"))
+    ]
+    case.select(1000)
+    assert case.acts[0] == ev.Retain(1000)
 
 
 # --- given up -------------------------------------------------------------------------------------
@@ -323,9 +345,15 @@ def test_a_rollback_forward_onto_a_branch_that_was_left_is_refused() -> None:
     assert "is on a branch that ended at step 150" in case.state.durable.replies[0].why
 
 
-def test_a_rollback_needs_no_trainer_that_gets_ready() -> None:
-    case = Case(SAVED, NEWER).to_loading(base=200)
-    assert ask(case, to_step=100) == [ev.Append(intended(to_step=100)), ev.Signal("TERM")]
+@pytest.mark.parametrize("stage", ["spawning", "loading"])
+def test_a_rollback_needs_no_trainer_that_gets_ready(stage: str) -> None:
+    case = Case(SAVED, NEWER).to_spawning(base=200)
+    if stage == "loading":
+        case.feed(ev.Spawned, PID, 77, "boot")
+    expected = [ev.Signal("TERM")] if stage == "loading" else []
+    assert ask(case, to_step=100) == [ev.Append(intended(to_step=100)), *expected]
+    if stage == "spawning":
+        case.feed(ev.Spawned, PID, 77, "boot")
     case.die(1, step=200)
     case.feed(ev.Merged, 200)
     assert case.acts == [ev.Select(ceiling=100)]
