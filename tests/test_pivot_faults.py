@@ -337,14 +337,14 @@ def test_a_pivot_makes_the_calls_that_it_must(recorded: dict[str, list[Call]]) -
     supervisor = [(call.name, call.target) for call in recorded["supervisor"]]
     for expected in (
         ("fdatasync", "journal.jsonl"),
-        ("mkdir", "archive/.tmp-pivot-0001-step_000008"),
+        ("mkdir", "archive/.tmp-*-step_000008"),
         ("rename", "archive/pivot-0001-step_000008"),
         ("rename", "policies/0002.toml"),
         ("rename", "run.toml"),
-        ("fork", "."),
+        ("fork", ""),
         ("send", "socket"),
     ):
-        assert expected in supervisor
+        assert expected in supervisor, sorted(set(supervisor))
     trainer = {call.name for call in recorded["trainer"]}
     assert trainer >= {"open", "write", "fsync", "link", "unlink", "send"}
 
