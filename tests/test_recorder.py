@@ -497,3 +497,18 @@ def test_a_new_life_knows_the_last_entry(desk: Desk) -> None:
     desk.pump()
     desk.reopen()
     assert (desk.recorder.history_step, desk.recorder.gauge.loss) == (2, 5.0)
+
+
+def test_an_audit_of_a_policy_that_was_left_does_not_come_back(desk: Desk) -> None:
+    """A supervisor killed just after a pivot reads the old receipts again: their audits are in the
+    archive, and samples.json is of the ruling epoch alone."""
+    desk.recorder.begin_epoch(2, 3, "d")
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, AuditLine(3, 1.0, 1, 1, [{"prompt": "The ", "text": "old"}], {}))
+    assert desk.pump() == ""
+    desk.commit()
+    assert not desk.directory.samples.exists()
+    desk.write(1, AuditLine(4, 1.0, 1, 2, [{"prompt": "The ", "text": "new"}], {}))
+    assert desk.pump() == ""
+    desk.commit()
+    assert [row["text"] for row in desk.samples()] == ["new"]
