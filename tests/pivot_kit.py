@@ -14,7 +14,7 @@ import tomli_w
 import zmq
 from runs_kit import DEADLINE_SECONDS, Run, wait_until
 
-from supervisor import archive, contract, ledger, pivot
+from supervisor import archive, client, contract, ledger, pivot
 from supervisor.contract import Entry, Json
 from supervisor.state import Durable
 
@@ -70,6 +70,16 @@ class PivotRun(Run):
             self.gate(gate)
             output, errors = command.communicate(timeout=DEADLINE_SECONDS)
         return subprocess.CompletedProcess(command.args, command.returncode, output, errors)
+
+    def pivoted(self, gate: int) -> str:
+        """The same without the command, which takes its time: what came of it."""
+        id = client.new_request_id()
+        with self.asked(id, **self.proposal()) as reply:
+            self.wait_for_pauses(id)
+            self.gate(gate)
+            assert reply.poll(int(1000 * DEADLINE_SECONDS)), "no reply"
+            outcome: str = orjson.loads(reply.recv())["outcome"]
+        return outcome
 
     def rollback(self, to_step: int, *more: str) -> subprocess.CompletedProcess[str]:
         return self.supervisor("rollback", str(self.directory), "--to-step", str(to_step), *more)

@@ -289,9 +289,9 @@ def test_a_second_request_replaces_the_first(run: PivotRun) -> None:
 
 def test_two_pivots_one_after_the_other(run: PivotRun) -> None:
     supervisor = run.hold(50)
-    assert run.pivot(gate=150).returncode == 0
+    assert run.pivoted(150) == "done"
     run.write_policy("songs")
-    assert run.pivot(gate=250).returncode == 0
+    assert run.pivoted(250) == "done"
     run.open_gate()
     assert run.end(supervisor) == 0
     assert committed(run) == [(2, 100, 1), (3, 200, 2)]
@@ -397,7 +397,7 @@ def test_a_rollback_with_a_policy(run: PivotRun) -> None:
 
 def test_a_rollback_over_a_pivot_takes_the_policy_from_before_it(run: PivotRun) -> None:
     supervisor = run.hold(150)
-    assert run.pivot(gate=250).returncode == 0
+    assert run.pivoted(250) == "done"
     run.wait_for_status(step=250)
     assert run.rollback(200).returncode == 0
     run.open_gate()
@@ -576,7 +576,7 @@ def test_a_trainer_that_does_not_hear_the_word_to_exit_is_killed(run: PivotRun) 
     run.set("stop", grace_seconds=0.5, signal_after_seconds=0.1)
     run.faults = "deaf@paused#1"
     supervisor = run.hold(150)
-    assert run.pivot(gate=FAR).returncode == 0
+    assert run.pivoted(FAR) == "done"
     assert run.end(supervisor) == 0
     assert committed(run) == [(2, 200, 1)]
     ended = run.records("attempt_ended")[0]
@@ -587,7 +587,7 @@ def test_a_trainer_that_does_not_hear_the_word_to_exit_is_killed(run: PivotRun) 
 def test_a_trainer_that_trains_on_instead_of_waiting_is_stopped_where_it_is(run: PivotRun) -> None:
     run.faults = "restless@paused#1"
     supervisor = run.hold(150)
-    assert run.pivot(gate=230).returncode == 0
+    assert run.pivoted(230) == "done"
     run.open_gate()
     assert run.end(supervisor) == 0
     ((_, base_step, _),) = committed(run)
@@ -599,7 +599,7 @@ def test_a_trainer_that_trains_on_instead_of_waiting_is_stopped_where_it_is(run:
 def test_a_trainer_that_is_killed_while_it_waits(run: PivotRun) -> None:
     run.faults = "kill@paused#1"
     supervisor = run.hold(150)
-    assert run.pivot(gate=FAR).returncode == 0
+    assert run.pivoted(FAR) == "done"
     assert run.end(supervisor) == 0
     ((_, base_step, _),) = committed(run)
     assert base_step in (200, 300)
@@ -683,7 +683,7 @@ def test_a_new_policy_that_never_gets_going_fails_and_offers_the_way_back(run: P
 
 def test_below_the_base_each_step_runs_under_the_epoch_that_owned_it(run: PivotRun) -> None:
     supervisor = run.hold(150)
-    assert run.pivot(gate=350).returncode == 0
+    assert run.pivoted(350) == "done"
     run.wait_for_status(step=350)
     assert run.supervisor("stop", str(run.directory)).returncode == 0
     assert run.end(supervisor) == 0
@@ -728,10 +728,10 @@ def test_the_owner_of_a_step_after_many_pivots() -> None:
 # --- with the real trainer ------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedRun]:
-    home = tmp_path_factory.mktemp("trained")
-    with contextlib.closing(TrainedRun(home, training={"steps": 200, "schedule": "cosine"})) as run:
+@pytest.fixture
+def trained(run_home: Path) -> Iterator[TrainedRun]:
+    long = {"steps": 10**5, "schedule": "cosine"}
+    with contextlib.closing(TrainedRun(run_home, training=long, checkpoint={"every": 20})) as run:
         yield run
 
 
@@ -745,7 +745,7 @@ def test_the_real_trainer_trains_on_under_another_policy(trained: TrainedRun) ->
     """A missing file is refused while it trains; then an arm leaves, and no step is lost."""
     run = trained
     supervisor = run.start()
-    run.wait_for_record("checkpoint_verified", step=4)
+    run.wait_for_record("checkpoint_verified", step=20)
     prose = str(run.home / "prose.jsonl")
     missing = {"arms": [{"name": "prose", "files": [str(run.home / "none.jsonl")]}]}
     place = ("pivot", str(run.directory), "--policy")
@@ -759,16 +759,21 @@ def test_the_real_trainer_trains_on_under_another_policy(trained: TrainedRun) ->
     assert done.returncode == 0, done.stderr
     base_step = orjson.loads(done.stdout)["base_step"]
     assert run.status()["phase"] == "running"
-    assert supervisor.wait(60) == 0
+    run.wait_for_record("checkpoint_verified", step=base_step + 20)
+    assert run.supervisor("stop", str(run.directory)).returncode == 0
+    assert run.end(supervisor) == 0
     history = run.history()
-    assert [entry.step for entry in history] == list(range(1, 201))
+    last = len(history)
+    assert [entry.step for entry in history] == list(range(1, last + 1))
+    assert base_step % 20 == 0
+    assert last >= base_step + 20
     assert {entry.arm for entry in history if entry.epoch == 2} == {"prose"}
     assert {entry.epoch for entry in history[base_step:]} == {2}
     targets = [entry.targets_seen or 0 for entry in history]
     assert targets == sorted(targets), "what was trained on is counted through"
-    manifest = run.manifest(200)
+    manifest = run.manifest(last)
     assert list(manifest.state["arms"]) == ["prose"]
-    assert manifest.state["updates"] == 200
+    assert manifest.state["updates"] == last
     ruling = [entry.learning_rate or 0.0 for entry in history]
     assert max(ruling[base_step:]) <= 0.002 < max(ruling[:base_step])
     proven = run.supervisor("verify", str(run.directory))
