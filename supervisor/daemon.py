@@ -258,13 +258,12 @@ class Daemon:
                     self.wire.reply(content["id"], "done", "", self.status())
                 case FromOperator(verb, content):
                     self._inbox.append(_asked(now, verb, content))
-        died = self.attendant.died()
-        if died or self.recorder.at_end():
+        if self.recorder.at_end():
             # Only now: a checkpoint is bound to the entry of its step, and the receipt of that was
-            # written before the message.
+            # written before the message. A death does not hurry it.
             self._inbox.extend(self._saved)
             self._saved.clear()
-        if died:
+        if self.attendant.died():
             self._inbox.append(ev.Died(now))
         if self.attendant.reaping:
             self._complete_death(now)
@@ -309,7 +308,10 @@ class Daemon:
         """Checkpoints that no message announced: signal-only trainers, a link that was away."""
         if self.state.phase in ("idle", "starting", "backoff"):
             return  # the selection is at work on them, or will be
-        for found in find(self.directory.checkpoints):
+        there = find(self.directory.checkpoints)
+        if not self.recorder.at_end():
+            return  # the entry that one of them is bound to may not be taken in yet
+        for found in there:
             known = found.step in self.state.durable.on_disk or found.step in self.state.verifying
             if found.manifest is not None and not known:
                 self._inbox.append(ev.Noticed(now, found.step))
@@ -443,7 +445,8 @@ class Daemon:
     def _complete_death(self, now: float) -> None:
         """Complete when nothing of the attempt lives and all its receipts are recorded."""
         holders = self.attendant.end_of_tree(now)
-        if holders is None or not self.recorder.at_end() or not self.pipeline.idle:
+        read = self.recorder.at_end() and not self._saved
+        if holders is None or not read or not self.pipeline.idle:
             return
         opened = self.state.durable.open
         words = self.attendant.last_words(opened.attempt) if opened is not None else ""

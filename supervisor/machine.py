@@ -197,6 +197,13 @@ def _heard(turn: Turn, event: ev.Event) -> None:
     moves.rearm(turn)
 
 
+def _heard_late(turn: Turn, event: ev.Event) -> None:
+    """After a death: what it had said before about a checkpoint counts, the rest is over."""
+    assert isinstance(event, ev.Heard)
+    if turn.state.stage == "reaping" and event.verb == "saved":
+        _saved(turn, event.content)
+
+
 def _recorded(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Recorded)
     turn.set(
@@ -420,7 +427,7 @@ _ROWS: Final[dict[str, dict[type, Handler]]] = {
         **_ANYWHERE,
         ev.Ticked: _tick,
         ev.Asked: requests.asked,
-        ev.Heard: _ignore,
+        ev.Heard: _heard_late,
         ev.Recorded: _recorded,
         ev.Reaped: _reaped,
     },

@@ -158,7 +158,7 @@ class Life:
             saved = isinstance(event, ev.Heard) and event.verb == "saved"
             (self._saved if saved else self.inbox).append(event)
         died = self.attached is not None and not self.told and not self.attached.alive
-        if died or self._at_end():
+        if self._at_end():
             # A checkpoint comes after the receipts of its steps.
             self.inbox.extend(self._saved)
             self._saved = []
@@ -433,7 +433,7 @@ class Life:
         holders = self._holders()
         if holders and now - self._death < REAP_SECONDS:
             return
-        if not self._at_end() or self._unsettled():
+        if not self._at_end() or self._saved or self._unsettled():
             return
         self._death = None
         dead, self.attached = self.attached, None

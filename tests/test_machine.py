@@ -663,6 +663,20 @@ def test_a_crash_is_reaped_recorded_and_waited_out() -> None:
     assert case.place == ("starting", "merging")
 
 
+def test_a_checkpoint_that_was_announced_before_a_death_counts_after_it() -> None:
+    # The receipts are read to their end first, so the news may come later than the death.
+    case = Case().to_running()
+    case.ask("checkpoint", "c1")
+    case.feed(ev.Died)
+    assert case.hear("step", step=9, loss=1.0) == []
+    committed = ev.CheckpointCommitted(8, 1, "operator", ["c1"], "bd")
+    assert case.saved(8, "c1", reason="operator")[0] == ev.Append(committed)
+    assert case.place == ("backoff", "reaping")
+    assert [effect.outcome for effect in case.acts if isinstance(effect, ev.Reply)] == ["done"]
+    case.reap(signal=9, step=8)
+    assert case.saved(9) == []  # the selection looks at what is there by itself
+
+
 def test_the_delay_doubles_up_to_its_maximum() -> None:
     case = Case(rules=replace(RULES, deaths=100, maximum_delay_seconds=20.0))
     case.open()
