@@ -41,7 +41,7 @@ from supervisor.log import Log
 from supervisor.progress import Reporter, describe
 from supervisor.recorder import Recorder
 from supervisor.rundir import RunDirectory
-from supervisor.signals import Signals
+from supervisor.signals import INTERRUPT_WORDS, Signals
 from supervisor.state import Rules, State, apply, fold
 from supervisor.status import compose
 from supervisor.wire import FromOperator, FromTrainer, Wire
@@ -98,8 +98,6 @@ class Daemon:
         self._merging = False
         self._jobs: dict[int, Callable[[Outcome], None]] = {}
         self._saved: list[ev.Heard] = []
-        self._interrupts = 0
-        self._usr1s = 0
         self._next_status = 0.0
         self._exit: ev.Exit | None = None
         self._pidfd: int | None = None
@@ -286,21 +284,10 @@ class Daemon:
         self._jobs[self.worker.submit(job)] = done
 
     def _gather_signals(self) -> None:
-        now = time.monotonic()
-        if self.signals.take(signal.SIGTERM):
-            self._inbox.append(ev.Asked(now, "signal-term", "stop", operator=False))
-        for _ in range(self.signals.take(signal.SIGINT)):
-            self._interrupts += 1
-            verb = {1: "stop", 2: "hasten"}.get(self._interrupts, "kill")
-            self.reporter.say(_INTERRUPT_WORDS[verb])
-            self._inbox.append(
-                ev.Asked(now, f"signal-int-{self._interrupts}", verb, operator=False)
-            )
-        if self.signals.take(signal.SIGUSR1):
-            self._usr1s += 1
-            # The trainer remembers the requests that it has served, also those of an earlier life.
-            id = f"signal-usr1-{self.state.life}-{self._usr1s}"
-            self._inbox.append(ev.Asked(now, id, "checkpoint", operator=False))
+        for asked in self.signals.requests(time.monotonic(), self.state.life):
+            self._inbox.append(asked)
+            if asked.id.startswith("signal-int"):
+                self.reporter.say(INTERRUPT_WORDS[asked.verb])
         if self.signals.take(signal.SIGHUP):
             self.log.reopen()
 
@@ -498,13 +485,6 @@ class Daemon:
         if words:
             self.log.write(words)
             self.reporter.say(words)
-
-
-_INTERRUPT_WORDS: Final = {
-    "stop": "stopping: the trainer finishes its step, saves and ends (Ctrl-C again: less patience)",
-    "hasten": "stopping sooner: SIGTERM now, SIGKILL in a few seconds (Ctrl-C again: SIGKILL now)",
-    "kill": "killing the trainer",
-}
 
 
 def _asked(now: float, verb: str, content: Json) -> ev.Asked:

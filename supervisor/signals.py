@@ -1,7 +1,7 @@
 """Signals to the supervisor, turned into counts that the loop reads.
 
-What may live here: handlers that count, and the wake-up of the loop. A handler does nothing else:
-saving or printing inside one is how runs are lost.
+What may live here: handlers that count, the wake-up of the loop, and what a signal asks for. A
+handler does nothing but count: saving or printing inside one is how runs are lost.
 """
 
 from __future__ import annotations
@@ -10,6 +10,14 @@ import signal
 import socket
 from types import FrameType
 from typing import Final
+
+from supervisor.events import Asked
+
+INTERRUPT_WORDS: Final = {
+    "stop": "stopping: the trainer finishes its step, saves and ends (Ctrl-C again: less patience)",
+    "hasten": "stopping sooner: SIGTERM now, SIGKILL in a few seconds (Ctrl-C again: SIGKILL now)",
+    "kill": "killing the trainer",
+}
 
 
 class Signals:
@@ -21,6 +29,8 @@ class Signals:
     def __init__(self) -> None:
         self._counts: dict[int, int] = dict.fromkeys(self.NUMBERS, 0)
         self._taken: dict[int, int] = dict.fromkeys(self.NUMBERS, 0)
+        self._interrupts = 0
+        self._usr1s = 0
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -47,6 +57,22 @@ class Signals:
         new = self._counts[number] - self._taken[number]
         self._taken[number] += new
         return new
+
+    def requests(self, now: float, life: str) -> list[Asked]:
+        """What the signals since the last look ask for. The trainer remembers the requests that
+        it has served, also those of an earlier life of the supervisor, so `life` names them."""
+        asked = []
+        if self.take(signal.SIGTERM):
+            asked.append(Asked(now, "signal-term", "stop", operator=False))
+        for _ in range(self.take(signal.SIGINT)):
+            self._interrupts += 1
+            verb = {1: "stop", 2: "hasten"}.get(self._interrupts, "kill")
+            asked.append(Asked(now, f"signal-int-{self._interrupts}", verb, operator=False))
+        if self.take(signal.SIGUSR1):
+            self._usr1s += 1
+            id = f"signal-usr1-{life}-{self._usr1s}"
+            asked.append(Asked(now, id, "checkpoint", operator=False))
+        return asked
 
     def close(self) -> None:
         if self._reader.fileno() < 0:
