@@ -24,6 +24,7 @@ from supervisor.records import (
     CheckpointCommitted as CheckpointCommitted,
     CheckpointPinned as CheckpointPinned,
     CheckpointQuarantined as CheckpointQuarantined,
+    CheckpointSetAside as CheckpointSetAside,
     CheckpointsRemoved as CheckpointsRemoved,
     CheckpointsSuperseded as CheckpointsSuperseded,
     CheckpointVerified as CheckpointVerified,
@@ -81,7 +82,12 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
+    """The loop has woken up. `read_step` is the last step that was read of the receipts, durable
+    or not; `blind`: the disk takes no history, so nobody can see what the trainer does."""
+
     now: float
+    read_step: int = 0
+    blind: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +340,11 @@ class Signal:
 
 
 @dataclass(frozen=True, slots=True)
+class Examine:
+    """The trainer makes no progress: put the stacks of its threads into its log."""
+
+
+@dataclass(frozen=True, slots=True)
 class Kill:
     """SIGKILL to everything that is provably the attempt."""
 
@@ -381,6 +392,7 @@ Effect = (
     | Adopt
     | Send
     | Signal
+    | Examine
     | Kill
     | Reap
     | Verify

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from supervisor import events as ev, moves, pivoting, requests
+from supervisor import deaths, events as ev, moves, pivoting, requests, vigil
 from supervisor.contract import Json
-from supervisor.state import CAUSE_OF_CODE, PHASES, Impossible, Rules, State, Turn
+from supervisor.state import PHASES, Impossible, Rules, State, Turn
 
 Handler = Callable[[Turn, ev.Event], None]
 
@@ -68,7 +68,8 @@ def _adopt(turn: Turn, pid: int, wish: str) -> None:
     opened = turn.state.durable.open
     assert opened is not None
     turn.append(ev.AttemptAdopted(opened.attempt, pid))
-    turn.set(phase="running", stage="", trainer_pid=pid, step=opened.resume_step)
+    turn.set(phase="running", stage="", trainer_pid=pid, step=opened.resume_step, ready=False)
+    vigil.begin(turn, opened.resume_step)
     turn.do(ev.Adopt(pid))
     if wish == "stop":
         moves.begin_stop(turn, "stop")
@@ -120,6 +121,10 @@ def _selected(turn: Turn, event: ev.Event) -> None:
         # An earlier life ended between the last death and its verdict, or the trainer says that
         # it has finished and the checkpoints say that it has not.
         moves.give_up(turn)
+    elif event.step is not None and (why := deaths.verdict(durable, event.step)):
+        turn.append(ev.CheckpointSetAside(event.step, why))
+        turn.append(ev.Alarmed("checkpoint_set_aside", f"step {event.step}: {why}"))
+        turn.do(ev.Select(ceiling=pivoting.ceiling(turn)))
     else:
         moves.clear(turn, event.step or 0)
 
@@ -127,7 +132,8 @@ def _selected(turn: Turn, event: ev.Event) -> None:
 def _cleared(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Cleared)
     # Also what was set aside by a life that was killed before it could say so.
-    above = {step for step in turn.state.durable.on_disk if step > event.base_step}
+    durable = turn.state.durable
+    above = {step for step in durable.on_disk | durable.set_aside if step > event.base_step}
     if gone := {*event.superseded, *above}:
         turn.append(ev.CheckpointsSuperseded(event.base_step, sorted(gone)))
     if event.base_step and event.base_step not in turn.state.durable.on_disk:
@@ -144,11 +150,8 @@ def _spawned(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Spawned)
     durable = turn.state.durable
     turn.append(ev.AttemptSpawned(durable.attempt, event.pid, event.start_ticks, event.boot_id))
-    turn.set(
-        stage="loading",
-        trainer_pid=event.pid,
-        deadline=turn.now + turn.rules.start_seconds,
-    )
+    turn.set(stage="loading", trainer_pid=event.pid)
+    vigil.begin(turn, turn.state.step)
     if turn.state.forced:
         moves.begin_kill(turn, "stop")
     elif moves.stop_wanted(turn):
@@ -172,7 +175,7 @@ def _heard(turn: Turn, event: ev.Event) -> None:
     turn.set(linked=True, unlinked_until=None)
     match event.verb:
         case "hello":
-            turn.set(step=max(turn.state.step, content["step"]))
+            turn.set(step=max(turn.state.step, content["step"]), ready=True)
             if turn.state.phase == "starting":
                 moves.ready(turn)
                 pivoting.ready(turn)
@@ -183,17 +186,21 @@ def _heard(turn: Turn, event: ev.Event) -> None:
                 pivoting.advance(turn)
         case "phase":
             turn.set(trainer_phase=content["phase"])
+            vigil.entered(turn, content["phase"], content.get("deadline_seconds"))
         case "step":
             turn.set(step=max(turn.state.step, content["step"]), trainer_phase="step")
+            vigil.progressed(turn, content["step"])
             pivoting.progressed(turn)
         case "seen":
             _seen(turn, content["id"])
         case "saved":
             _saved(turn, content)
         case "paused":
+            vigil.entered(turn, "paused")
             pivoting.paused(turn, content)
         case "farewell":
             turn.set(trainer_phase="exit")
+            vigil.entered(turn, "exit")
     moves.rearm(turn)
 
 
@@ -211,6 +218,7 @@ def _recorded(turn: Turn, event: ev.Event) -> None:
         step=max(turn.state.step, event.step),
         attempt_verified=event.verified_steps,
     )
+    vigil.progressed(turn, event.step)
     if turn.state.phase == "starting" and turn.state.stage == "loading":
         moves.ready(turn)
         pivoting.ready(turn)
@@ -299,15 +307,15 @@ def _broken(turn: Turn, event: ev.Event) -> None:
 
 
 def _tick(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Ticked)
+    due = turn.state.deadline is not None and turn.now >= turn.state.deadline
+    vigil.watch(turn, event)
     state = turn.state
-    if state.deadline is None or turn.now < state.deadline:
+    if not due or state.deadline is None:
         return
     match state.phase:
         case "backoff":
             moves.start(turn)
-        case "starting":
-            turn.set(why=f"no hello within {turn.rules.start_seconds:g} s of its start")
-            moves.begin_kill(turn, "kill")
         case "running":
             moves.remind(turn)
             pivoting.progressed(turn)
@@ -330,25 +338,11 @@ def _died(turn: Turn, event: ev.Event) -> None:
     turn.do(ev.Reap())
 
 
-def judge(event: ev.Reaped, asked_to_stop: bool, killed_by_us: bool) -> str:
-    """The cause of death. What the kernel saw outranks what the trainer wrote about itself."""
-    if event.signal is not None:
-        return "killed" if killed_by_us else "signal"
-    line = event.exit_line
-    code = event.code if event.code is not None else line.code if line is not None else None
-    if code is None:
-        return "unknown"
-    if code != 0:
-        return CAUSE_OF_CODE.get(code, "crash")
-    if line is not None and line.why in ("finished", "stopped"):
-        return line.why
-    return "stopped" if asked_to_stop else "finished"
-
-
 def _reaped(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Reaped)
     state = turn.state
-    cause = judge(event, state.intent in ("stop", "restart", "pivot"), state.escalation == "killed")
+    asked = state.intent in ("stop", "restart", "pivot")
+    cause = deaths.judge(event, asked, state.escalation == "killed", state.intent == "hang")
     line = event.exit_line
     message = state.why or event.message or (line.message if line is not None else "")
     turn.set(history_step=event.step, step=event.step, trainer_pid=None, trainer_phase="", why="")

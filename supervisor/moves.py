@@ -14,8 +14,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from supervisor import events as ev
+from supervisor import deaths, events as ev
 from supervisor.contract import ExitCode, Json
+from supervisor.patience import LATE_SECONDS
 from supervisor.state import AT_ONCE, PERMANENT, UNPLANNED, Epoch, Pending, Turn
 
 
@@ -48,13 +49,14 @@ def spawn(turn: Turn, resume_step: int) -> None:
         trainer_pid=None,
         escalation="",
         unlinked_until=None,
+        ready=False,
     )
     turn.do(ev.Spawn(attempt, nonce, resume_step, owner.number, until_step))
 
 
 def ready(turn: Turn) -> None:
     """The trainer has said hello, or has made a step without one."""
-    turn.set(phase="running", stage="", deadline=None)
+    turn.set(phase="running", stage="", deadline=None, ready=True)
     for id in turn.state.restart_ids:
         turn.answer(id, "restart", "done", attempt=turn.state.durable.attempt)
     turn.set(restart_ids=())
@@ -124,8 +126,8 @@ def forward_requests(turn: Turn, again: bool = False) -> None:
 
 
 def rearm(turn: Turn) -> None:
-    """In `running` the deadline is the moment that the first thing unseen falls back to a signal:
-    a request, or a pivot that no link could be told of."""
+    """In `running` the deadline is the moment that the first thing unseen falls back to a signal
+    (a request, or a pivot that no link could be told of), or that its silence is looked at."""
     state = turn.state
     if state.phase != "running":
         return
@@ -136,7 +138,18 @@ def rearm(turn: Turn) -> None:
     ]
     if state.unlinked_until is not None:
         moments.append(state.unlinked_until)
-    turn.set(deadline=min(moments, default=None))
+    turn.set(deadline=min([*moments, next_look(turn)]))
+
+
+def next_look(turn: Turn) -> float:
+    """When a trainer that is not heard of must be looked at again: in time for its deadline, and
+    often enough to know a pause of our own from its silence."""
+    state, limits = turn.state, turn.rules.limits
+    if state.examined_at is None:
+        silent_until = state.patience.deadline(limits)
+    else:
+        silent_until = state.examined_at + limits.evidence_seconds
+    return min(silent_until, state.patience.looked + LATE_SECONDS / 2)
 
 
 def remind(turn: Turn) -> None:
@@ -171,8 +184,12 @@ def refuse_checkpoints(turn: Turn, why: str) -> None:
 def commit(
     turn: Turn, step: int, attempt: int, reason: str, requests: tuple[str, ...], digest: str
 ) -> None:
-    if step not in turn.state.durable.on_disk:
-        turn.append(ev.CheckpointCommitted(step, attempt, reason, list(requests), digest))
+    durable = turn.state.durable
+    if step in durable.on_disk:
+        return
+    turn.append(ev.CheckpointCommitted(step, attempt, reason, list(requests), digest))
+    if "hang" in dict(durable.alarms) and step > (durable.best_checkpoint or 0):
+        turn.append(ev.AlarmCleared("hang"))
 
 
 def verify(turn: Turn, step: int) -> None:
@@ -199,7 +216,15 @@ def ended(
     counted = charged and not finished and not planned
     turn.append(
         ev.AttemptEnded(
-            durable.attempt, cause, code, signal, step, counted, verified_steps, message
+            durable.attempt,
+            cause,
+            code,
+            signal,
+            step,
+            counted,
+            verified_steps,
+            message,
+            counted and deaths.blames(cause, signal, turn.state.ready),
         )
     )
     turn.set(attempt_verified=0)
@@ -236,7 +261,8 @@ def give_up(turn: Turn) -> None:
     last = durable.last_exit
     assert last is not None, "nothing died, yet deaths are counted"
     how = f"{last.cause}: {last.message}" if last.message else last.cause
-    fail(turn, f"{durable.deaths} deaths without a new checkpoint, the last one by {how}")
+    where = deaths.pattern(durable)
+    fail(turn, f"{durable.deaths} deaths without a new checkpoint, the last one by {how}{where}")
 
 
 def stop_reason(turn: Turn, cause: str) -> str:

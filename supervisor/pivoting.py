@@ -165,7 +165,7 @@ def ceiling(turn: Turn) -> int:
     pivot = turn.state.durable.pivot
     if wanted_here(turn) and pivot is not None and pivot.to_step is not None:
         return pivot.to_step
-    return turn.state.history_step
+    return min((step - 1 for step in turn.state.durable.set_aside), default=turn.state.history_step)
 
 
 def selected(turn: Turn, step: int | None) -> bool:

@@ -123,6 +123,7 @@ class AttemptEnded:
     counted: bool
     verified_steps: int
     message: str
+    blames: bool = False  # the checkpoint it was resumed from may be the reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,14 @@ class CheckpointQuarantined:
     step: int
     reason: str
     moved_to: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSetAside:
+    """It verifies, and yet every trainer that resumes from it dies: the one before it is tried."""
+
+    step: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +289,7 @@ Record = (
     | CheckpointVerified
     | CheckpointPinned
     | CheckpointQuarantined
+    | CheckpointSetAside
     | CheckpointsSuperseded
     | CheckpointsRemoved
     | PivotIntended

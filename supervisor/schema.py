@@ -220,11 +220,15 @@ class Restart(_Table):
 
 
 class Hang(_Table):
-    """Deadlines: `start_seconds` to the first sign of life, which is acted on; then `factor` times
-    the median step, but never less than `step_seconds`, which is not acted on yet."""
+    """How long a trainer may make no progress: `start_seconds` until it has loaded and made its
+    first steps; then `factor` times the median step, but never less than `step_seconds`; in a save,
+    a sample or an evaluation never less than `save_seconds`. Its stacks are taken first, and it has
+    `evidence_seconds` more to go on."""
 
     start_seconds: Positive = 1200.0
     step_seconds: Positive = 60.0
+    save_seconds: Positive = 900.0
+    evidence_seconds: Positive = 5.0
     factor: Annotated[float, Field(ge=1, description="a number of at least 1")] = 10.0
 
 

@@ -28,6 +28,7 @@ from supervisor.config import ConfigError, Settings
 from supervisor.contract import ExitCode, Json, checkpoint_size_bytes
 from supervisor.daemon import Begin, Daemon, Options
 from supervisor.journal import JournalDamaged, read
+from supervisor.patience import Limits
 from supervisor.progress import Reporter
 from supervisor.rows import LedgerDamaged
 from supervisor.rundir import LockHeld, RunDirectory, RunError, read_json, take_lock
@@ -246,7 +247,13 @@ def _options(
             deaths=settings.restart.deaths,
             grace_seconds=settings.stop.grace_seconds,
             signal_after_seconds=settings.stop.signal_after_seconds,
-            start_seconds=settings.hang.start_seconds,
+            limits=Limits(
+                start_seconds=settings.hang.start_seconds,
+                step_seconds=settings.hang.step_seconds,
+                save_seconds=settings.hang.save_seconds,
+                factor=settings.hang.factor,
+                evidence_seconds=settings.hang.evidence_seconds,
+            ),
         ),
         run_id=settings.run.id,
         command=command,

@@ -17,6 +17,7 @@ from typing import Final
 
 from supervisor import events as ev
 from supervisor.contract import ExitCode, Json
+from supervisor.patience import Limits, Patience
 
 PHASES: Final = (
     "idle",
@@ -32,7 +33,10 @@ PHASES: Final = (
 TERMINAL: Final = ("stopped", "failed", "finished", "stuck")
 
 # Ends that nobody asked for. `again` is one, but it is not charged to the budget.
-UNPLANNED: Final = ("signal", "killed", "crash", "unknown", "checkpoint", "spawn", "again")
+UNPLANNED: Final = (
+    *("signal", "killed", "hang", "crash", "unknown", "checkpoint", "spawn"),
+    "again",
+)
 PERMANENT: Final = {
     "configuration": "the trainer refused its configuration",
     "data": "the data, the tokenizer or the checkpoint does not match the run",
@@ -59,8 +63,8 @@ class Rules:
     deaths: int = 5
     grace_seconds: float = 120.0
     signal_after_seconds: float = 2.0
-    start_seconds: float = 1200.0
     hasten_seconds: float = 5.0
+    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,8 @@ class Durable:
     on_disk: frozenset[int] = frozenset()
     pins: frozenset[int] = frozenset()
     verified: frozenset[int] = frozenset()
+    blamed: tuple[tuple[int, int], ...] = ()  # (resumed from, died at) since the last progress
+    set_aside: frozenset[int] = frozenset()
     verified_steps: int = 0
     diverged_steps: int = 0
     first_diverged_step: int | None = None
@@ -142,7 +148,15 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
             return replace(durable, pins=durable.pins | {record.step})
         case ev.Wished(wish="run"):
             # The operator's start always works: it forgives the deaths and forgets the verdict.
-            return replace(durable, wish="run", deaths=0, outcome="", reason="")
+            return replace(
+                durable,
+                wish="run",
+                deaths=0,
+                blamed=(),
+                set_aside=frozenset(),
+                outcome="",
+                reason="",
+            )
         case ev.Wished():
             return replace(durable, wish=record.wish)
         case ev.SettingsChanged():
@@ -177,6 +191,8 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
                 pins=durable.pins | {record.base_step},
                 best_checkpoint=record.base_step,
                 deaths=0,
+                blamed=(),
+                set_aside=frozenset(),
                 outcome="",
                 reason="",
             )
@@ -192,6 +208,9 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
         case ev.AttemptSpawned():
             return replace(durable, spawned=record)
         case ev.AttemptEnded():
+            blamed = durable.blamed
+            if record.blames and durable.open is not None:
+                blamed = (*blamed, (durable.open.resume_step, record.step))
             return replace(
                 durable,
                 open=None,
@@ -200,6 +219,7 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
                 deaths=durable.deaths + int(record.counted),
                 restarts=durable.restarts + int(record.cause in UNPLANNED),
                 verified_steps=durable.verified_steps + record.verified_steps,
+                blamed=blamed,
             )
         case ev.CheckpointCommitted():
             best = durable.best_checkpoint
@@ -209,12 +229,25 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
                 best_checkpoint=record.step if progress else best,
                 on_disk=durable.on_disk | {record.step},
                 deaths=0 if progress else durable.deaths,
+                blamed=() if progress else durable.blamed,
+                set_aside=durable.set_aside - {record.step},
             )
         case ev.CheckpointVerified():
             return replace(durable, verified=durable.verified | {record.step})
         case ev.CheckpointQuarantined():
             return _without(durable, [record.step])
-        case ev.CheckpointsSuperseded() | ev.CheckpointsRemoved():
+        case ev.CheckpointSetAside():
+            return replace(
+                _without(durable, [record.step]),
+                blamed=tuple(item for item in durable.blamed if item[0] != record.step),
+                set_aside=durable.set_aside | {record.step},
+            )
+        case ev.CheckpointsSuperseded():
+            return replace(
+                _without(durable, record.steps),
+                set_aside=frozenset(s for s in durable.set_aside if s <= record.above_step),
+            )
+        case ev.CheckpointsRemoved():
             return _without(durable, record.steps)
         case ev.FileStored():
             others = tuple(item for item in durable.stored if item[0] != record.file)
@@ -287,7 +320,7 @@ class State:
     trainer_phase: str = ""
     trainer_pid: int | None = None
     linked: bool = False
-    intent: str = ""  # why we are stopping: stop, restart, pivot, kill
+    intent: str = ""  # why we are stopping: stop, restart, pivot, hang, kill
     escalation: str = ""  # asked, signalled, killed
     force_at: float = 0.0
     forced: bool = False
@@ -301,6 +334,9 @@ class State:
     alone: bool = False  # this life exists for one pivot only; it ends when that is done
     unlinked_until: float | None = None  # a pivot waits so long for a link, then it signals
     verifying: frozenset[int] = frozenset()
+    patience: Patience = field(default_factory=Patience)
+    examined_at: float | None = None  # when its silence became suspicious
+    ready: bool = False  # this attempt has said hello, or made a step
 
 
 class Impossible(AssertionError):

@@ -167,7 +167,8 @@ class Life:
             self.inbox.append(ev.Died(now))
         if self._death is not None:
             self._complete_death(now)
-        self.inbox.append(ev.Ticked(now))
+        read_step = self._file.last if self._file is not None else 0
+        self.inbox.append(ev.Ticked(now, read_step))
         if now >= self._next_notice:
             self._next_notice = now + STATUS_SECONDS
             self._notice(now)

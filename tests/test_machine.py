@@ -13,7 +13,9 @@ from hypothesis import given, settings, strategies as st
 
 from supervisor import events as ev
 from supervisor.contract import ContractError, ExitCode, ExitLine
-from supervisor.machine import EVENTS, TABLE, _impossible, decide, judge
+from supervisor.deaths import judge
+from supervisor.machine import EVENTS, TABLE, _impossible, decide
+from supervisor.patience import LATE_SECONDS, Limits, Patience
 from supervisor.state import (
     CAUSES,
     PHASES,
@@ -34,12 +36,13 @@ RULES: Final = Rules(
     deaths=3,
     grace_seconds=60.0,
     signal_after_seconds=2.0,
-    start_seconds=600.0,
+    limits=Limits(start_seconds=600.0),
     hasten_seconds=5.0,
 )
 TARGET_STEP: Final = 1000
 CREATED: Final = ev.RunCreated("0f3a", "lesson", TARGET_STEP, "d1")
 PID: Final = 4242
+LOOK_SECONDS: Final = LATE_SECONDS / 2
 OPENING: Final = (ev.Sweep(), ev.Regenerate())
 BEFORE_SPAWN: Final = ("merging", "selecting", "clearing")
 
@@ -116,6 +119,14 @@ class Case:
     def tick(self, seconds: float = 0.0) -> list[ev.Effect]:
         self.now += seconds
         return self.feed(ev.Ticked)
+
+    def wait(self, seconds: float) -> list[ev.Effect]:
+        """Time passes and the loop looks as often as it was asked to; what it did at the end."""
+        end, effects = self.now + seconds, []
+        while self.now < end:
+            self.now = min(end, self.state.deadline or end)
+            effects = self.feed(ev.Ticked)
+        return effects
 
     def reap(
         self,
@@ -342,6 +353,10 @@ CHANGES: Final[list[tuple[ev.Record, dict[str, Any]]]] = [
     (ev.CheckpointCommitted(40, 1, "cadence", [], "bd"), {"on_disk": frozenset({40, 50})}),
     (ev.CheckpointVerified(100, "sha"), {"verified": frozenset({50, 100})}),
     (
+        ev.CheckpointSetAside(50, "two died"),
+        {"on_disk": frozenset(), "verified": frozenset(), "set_aside": frozenset({50})},
+    ),
+    (
         ev.CheckpointQuarantined(50, "chunk 0 differs", "quarantine/50"),
         {"on_disk": frozenset(), "verified": frozenset()},
     ),
@@ -451,12 +466,12 @@ def test_first_start() -> None:
         ev.Append(ev.AttemptSpawned(1, PID, 77, "boot"))
     ]
     assert case.place == ("starting", "loading")
-    assert case.deadline() == case.now + RULES.start_seconds
+    assert case.deadline() == case.now + LOOK_SECONDS
     assert case.hear("phase", phase="load") == []
     assert case.state.trainer_phase == "load"
     assert case.hear("hello", step=0, pid=PID) == []
     assert case.place == ("running", "")
-    assert case.deadline() is None
+    assert case.deadline() == case.now + LOOK_SECONDS
 
 
 def test_a_resume_starts_from_the_selected_checkpoint() -> None:
@@ -514,15 +529,18 @@ def test_a_step_in_the_ledger_proves_life_as_well_as_a_hello() -> None:
 
 def test_no_hello_in_time_is_killed_and_counted() -> None:
     case = Case().to_loading()
-    assert case.tick(RULES.start_seconds - 1) == []
-    assert case.tick(1) == [ev.Kill()]
+    assert case.wait(RULES.limits.start_seconds - 1) == []
+    assert case.wait(1) == [ev.Examine()]
+    where = "no hello within 600 s; where it stood is in logs/attempt-0001.log"
+    assert case.wait(5) == [ev.Append(ev.Alarmed("hang", where)), ev.Signal("TERM")]
     assert case.place == ("stopping", "")
+    assert case.wait(RULES.grace_seconds) == [ev.Kill()]
     assert case.deadline() is None
     case.die(signal=9)
     ended = case.state.durable.last_exit
     assert ended is not None
-    assert (ended.cause, ended.counted) == ("killed", True)
-    assert ended.message == "no hello within 600 s of its start"
+    assert (ended.cause, ended.counted) == ("hang", True)
+    assert ended.message == where
     assert case.place == ("backoff", "")
 
 
@@ -721,7 +739,10 @@ def test_fc90_a_trainer_that_dies_again_and_again_is_given_up() -> None:
     case.to_running()
     case.die(1, message="CUDA error")
     assert case.state.phase == "failed"
-    assert case.state.why == "3 deaths without a new checkpoint, the last one by crash: CUDA error"
+    assert case.state.why == (
+        "3 deaths without a new checkpoint, the last one by crash: CUDA error; 2 of them after step"
+        " 3: look at what comes in step 4"
+    )
     assert case.records[1:] == [
         ev.RunFailed(case.state.why),
         ev.SupervisorEnded("failed", case.state.why),
@@ -1211,7 +1232,7 @@ def test_a_checkpoint_is_asked_for_seen_and_answered() -> None:
     assert case.ask("checkpoint", "c1") == [ev.Send("checkpoint", {"id": "c1", "at": "now"})]
     assert case.deadline() == case.now + RULES.signal_after_seconds
     assert case.hear("seen", id="c1") == []
-    assert case.deadline() is None
+    assert case.deadline() == case.state.patience.looked + LOOK_SECONDS
     assert case.saved(7, "c1", reason="operator") == [
         ev.Append(ev.CheckpointCommitted(7, 1, "operator", ["c1"], "bd")),
         ev.Verify(7),
@@ -1240,7 +1261,7 @@ def test_an_unseen_request_falls_back_to_the_signal_and_is_answered_without_its_
     assert case.deadline() == case.now + RULES.signal_after_seconds, "and again, if need be"
     case.saved(7, reason="sigusr1")
     assert case.acts[-1] == ev.Reply("c1", "done", "", {"step": 7})
-    assert case.deadline() is None
+    assert case.deadline() == case.state.patience.looked + LOOK_SECONDS
 
 
 def test_a_checkpoint_that_nobody_asked_for_answers_nobody() -> None:
@@ -1378,7 +1399,7 @@ def test_a_checkpoint_that_no_message_told_of_is_verified_and_recorded() -> None
         ev.Append(ev.CheckpointVerified(7, "sha")),
     ]
     assert ev.Reply("c1", "done", "", {"step": 7}) in case.effects
-    assert case.deadline() is None
+    assert case.deadline() == case.state.patience.looked + LOOK_SECONDS
 
 
 @each_place
@@ -1485,7 +1506,9 @@ def test_deadlines_are_not_met_early_and_cost_one_wake_up() -> None:
             continue
         case.now = deadline - 0.001
         assert case.tick() == []
-        assert case.deadline() == deadline
+        # To look at a living trainer puts off the next look, and nothing else.
+        watched = case.state.phase == "running" or case.state.stage == "loading"
+        assert case.deadline() == (case.now + LOOK_SECONDS if watched else deadline)
         case.now = deadline
         case.tick()
         later = case.deadline()
@@ -1493,9 +1516,9 @@ def test_deadlines_are_not_met_early_and_cost_one_wake_up() -> None:
 
 
 def test_the_state_holds_nothing_that_a_caller_could_change() -> None:
-    for kind in (State, Durable):
+    for kind in (State, Durable, Patience):
         for field in fields(kind):
             value = getattr(kind(), field.name)
             assert value is None or isinstance(
-                value, str | int | float | tuple | frozenset | Durable
+                value, str | int | float | tuple | frozenset | Durable | Patience
             )

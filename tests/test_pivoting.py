@@ -136,7 +136,7 @@ def test_a_link_that_comes_late_is_still_a_link() -> None:
     case.open("run", ours())
     ask(case)
     assert case.hear("hello", step=230, pid=PID) == [ev.Send("pause", {"id": "p1"})]
-    assert case.state.deadline is None
+    assert case.state.unlinked_until is None
     assert case.tick(10 * RULES.signal_after_seconds) == []
 
 

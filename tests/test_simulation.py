@@ -301,13 +301,10 @@ def check_waiting(after: State, event: ev.Event) -> None:
     if after.deadline is not None and isinstance(event, ev.Ticked):
         assert after.deadline > event.now, "the next wake-up would be at once, and for nothing"
     match after.phase, after.stage:
-        case ("backoff", "") | ("starting", "loading"):
+        case ("backoff", "") | ("starting", "loading") | ("running", ""):
             assert after.deadline is not None
         case ("stopping", ""):
             assert (after.deadline is None) == (after.escalation == "killed")
-        case ("running", ""):
-            unseen = [r for r in after.checkpoints if r.sent_at is not None and not r.seen]
-            assert (after.deadline is None) == (not unseen and after.unlinked_until is None)
         case ("stopping" | "backoff", "reaping"):
             pass  # the shell's part is bounded; a hastened stop still has a deadline
         case _:

@@ -20,6 +20,7 @@ from shell import Crash, Life
 
 from supervisor import events as ev
 from supervisor.contract import ExitCode, ExitLine, Json
+from supervisor.patience import Limits
 from supervisor.state import Rules, State, fold
 
 RULES: Final = Rules(
@@ -28,7 +29,7 @@ RULES: Final = Rules(
     deaths=3,
     grace_seconds=15.0,
     signal_after_seconds=2.0,
-    start_seconds=40.0,
+    limits=Limits(start_seconds=40.0, step_seconds=20.0, save_seconds=30.0, evidence_seconds=2.0),
     hasten_seconds=3.0,
 )
 TARGET_STEP: Final = 14
@@ -619,9 +620,9 @@ class Operator:
             world.start(None, id, pivot=content)
 
     def drain(self) -> None:
-        """Faults have stopped. A hang is nobody's to notice yet, so somebody must say stop."""
+        """Faults have stopped; whatever hangs must be found without the operator, who may say stop
+        or nothing."""
         world = self.world
-        hung = world.trainer is not None and world.trainer.alive and world.trainer.hung
 
         def stop() -> None:
             if world.life is not None:
@@ -629,5 +630,5 @@ class Operator:
             elif world.trainer is not None and world.trainer.alive:
                 world.later(25.0, stop)
 
-        if hung or world.rng.random() < 0.3:
+        if world.rng.random() < 0.3:
             world.later(25.0, stop)

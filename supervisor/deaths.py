@@ -1,0 +1,66 @@
+"""What a death says: its cause, and whether the checkpoint before it is to blame.
+
+What may live here: the judgement of one death and of a row of them. Pure. What follows from it is
+`machine`.
+
+A checkpoint that verifies can still kill: what it holds, or what comes right after it, makes every
+trainer die. It is set aside when two have died that way, and the one before it is tried.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from supervisor import events as ev
+from supervisor.state import CAUSE_OF_CODE, Durable
+
+DEATHS: Final = 2
+# Ends that say nothing of the checkpoint: somebody sent them. (SIGHUP, SIGINT, SIGKILL, SIGTERM)
+SENT_SIGNALS: Final = (1, 2, 9, 15)
+SUSPICIOUS: Final = ("signal", "crash", "unknown", "hang")
+
+
+def judge(event: ev.Reaped, asked_to_stop: bool, killed_by_us: bool, hung: bool = False) -> str:
+    """The cause of death. What the kernel saw outranks what the trainer wrote about itself."""
+    if hung:
+        return "hang"
+    if event.signal is not None:
+        return "killed" if killed_by_us else "signal"
+    line = event.exit_line
+    code = event.code if event.code is not None else line.code if line is not None else None
+    if code is None:
+        return "unknown"
+    if code != 0:
+        return CAUSE_OF_CODE.get(code, "crash")
+    if line is not None and line.why in ("finished", "stopped"):
+        return line.why
+    return "stopped" if asked_to_stop else "finished"
+
+
+def blames(cause: str, signal: int | None, ready: bool) -> bool:
+    """Whether such an end may be the fault of the checkpoint. A trainer that never said that it
+    had loaded one may as well lack a library."""
+    return ready and cause in SUSPICIOUS and not (cause == "signal" and signal in SENT_SIGNALS)
+
+
+def verdict(durable: Durable, step: int) -> str:
+    """Why the checkpoint of `step` is to be set aside; empty if it is not. It is, once DEATHS of
+    those that began with it made no step beyond it, or came to the same one."""
+    ends = Counter(died_at for resumed_from, died_at in durable.blamed if resumed_from == step)
+    fruitless = sum(count for died_at, count in ends.items() if died_at <= step)
+    if fruitless >= DEATHS:
+        return f"{fruitless} trainers that loaded it died before a new step"
+    for died_at, count in sorted(ends.items()):
+        if count >= DEATHS:
+            return f"{count} trainers that began with it died after step {died_at}"
+    return ""
+
+
+def pattern(durable: Durable) -> str:
+    """What the deaths since the last progress have in common, for the message of giving up."""
+    ends = Counter(died_at for _, died_at in durable.blamed)
+    died_at, count = max(ends.items(), key=lambda item: (item[1], -item[0]), default=(0, 0))
+    if count < DEATHS:
+        return ""
+    return f"; {count} of them after step {died_at}: look at what comes in step {died_at + 1}"
