@@ -15,8 +15,11 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     1  coherence.py            how a text repeats itself: scores, no judgement of its content
     1  curriculum.py           which arm the next step trains on
     1  replay.py               what an attempt adds to the history, and what it only proves
+    1  patience.py             how long a trainer may make no progress; learned, phase by phase
     1  state.py                what the lifecycle knows
+    1  deaths.py               what a death says: its cause, and whether a checkpoint is to blame
     1  moves.py                what its decisions are made of: start, spawn, stop, back off, end
+    1  vigil.py                what silence leads to: evidence, then an end
     1  pivoting.py             a change of policy as one transaction, decided
     1  requests.py             what an operator's request leads to
     1  machine.py              the lifecycle: decide(state, event), apply(record); no clock, no file
@@ -42,6 +45,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     4  checkpoint_requests.py  what the helper process does with one request
     4  verifier.py             the helper process that reads and removes checkpoints
     4  child.py                one child process and what can be proven about it
+    4  evidence.py             where a silent trainer stands
     4  wire.py                 the two sockets of a supervisor
     4  link.py                 the trainer's side: receipts, requests, the exit record
     4  log.py                  the supervisor's own log

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from supervisor import child, contract, events as ev
+from supervisor import child, contract, events as ev, evidence
 from supervisor.archive import settings_name
 from supervisor.log import Log
 from supervisor.rundir import RunDirectory, take_trainer_lock
@@ -49,6 +49,7 @@ class Attendant:
         self._main: ev.AttemptSpawned | None = None
         self._told = False
         self._death: _Death | None = None
+        self._examiner = evidence.Examiner()
 
     @property
     def alive(self) -> bool:
@@ -133,6 +134,23 @@ class Attendant:
             return
         self._child.send(number)
 
+    def examine(self, attempt: int) -> None:
+        """Puts where the trainer stands into its log: what the kernel says of each of its threads,
+        the stacks of its Python threads where it can write them, the native ones where a tool can
+        read them. Bounded, and it changes nothing."""
+        if self._child is None:
+            return
+        log_path = self._directory.log(attempt)
+        words = evidence.of(self._child.pid)
+        if child.handles_signal(self._child.pid, signal.SIGUSR2):
+            self._child.send(signal.SIGUSR2)
+        try:
+            with log_path.open("ab", buffering=0) as log:
+                log.write(words.encode("utf-8", "replace"))
+            self._examiner.begin(self._child.pid, log_path)
+        except OSError as error:
+            self._log.write(f"evidence of a hang: {error}\n{words}")
+
     def kill(self) -> None:
         """SIGKILL to the main process and to everything that is proven to belong to it."""
         if self._child is not None:
@@ -183,6 +201,11 @@ class Attendant:
             return ""
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return last[:LAST_WORDS_CHARACTERS]
+
+    def leave(self) -> None:
+        """This life of the supervisor ends."""
+        self._examiner.close()
+        self.close()
 
     def close(self) -> None:
         """Lets go of the process; it lives on."""

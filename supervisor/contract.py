@@ -311,6 +311,14 @@ class EnvironmentLine:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedLine:
+    """The attempt has loaded what it resumes from, and begins after `step`."""
+
+    attempt: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class AuditLine:
     """The sample audit of one step: `samples` holds objects with `prompt` and `text`."""
 
@@ -346,7 +354,7 @@ class ExitLine:
     message: str
 
 
-Receipt = Entry | EnvironmentLine | AuditLine | EvaluationLine | ExitLine
+Receipt = Entry | EnvironmentLine | LoadedLine | AuditLine | EvaluationLine | ExitLine
 
 
 def encode_receipt(receipt: Receipt) -> bytes:
@@ -361,6 +369,8 @@ def encode_receipt(receipt: Receipt) -> bytes:
                 "attempt": receipt.attempt,
                 "environment": receipt.environment,
             }
+        case LoadedLine():
+            body = {"kind": "loaded", "attempt": receipt.attempt, "step": receipt.step}
         case AuditLine():
             body = {
                 "kind": "audit",
@@ -401,6 +411,11 @@ def parse_receipt(line: bytes, where: str) -> Receipt:
             return EnvironmentLine(
                 _integer(body.get("attempt"), f"{where} attempt", 1),
                 _object(body.get("environment"), f"{where} environment"),
+            )
+        case "loaded":
+            return LoadedLine(
+                _integer(body.get("attempt"), f"{where} attempt", 1),
+                _integer(body.get("step"), f"{where} step"),
             )
         case "audit":
             samples = _array(body.get("samples"), f"{where} samples")
@@ -677,7 +692,12 @@ UP: Final[dict[str, _Schema]] = {
         "policy_digest": (str, _REQUIRED),
         "capabilities": (list, _REQUIRED),
     },
-    "phase": _LIFE | {"phase": (str, _REQUIRED), "deadline_seconds": ((int, float), _OPTIONAL)},
+    "phase": _LIFE
+    | {
+        "phase": (str, _REQUIRED),
+        "step": (int, _OPTIONAL),  # the last one complete when it began
+        "deadline_seconds": ((int, float), _OPTIONAL),
+    },
     "step": _LIFE | {"step": (int, _REQUIRED), "loss": ((int, float, str), _REQUIRED)},
     "seen": _LIFE | {"id": (str, _REQUIRED)},
     "saved": _LIFE

@@ -206,7 +206,7 @@ class Daemon:
             part = getattr(self, name, None)
             if part is not None:
                 part.close()
-        self.attendant.close()
+        self.attendant.leave()
         self.log.write("this life ends: " + (self._exit.why if self._exit else "by an error"))
         self.log.close()
         os.close(self._directory_fd)
@@ -265,7 +265,8 @@ class Daemon:
             self._inbox.append(ev.Died(now))
         if self.attendant.reaping:
             self._complete_death(now)
-        self._inbox.append(ev.Ticked(now))
+        blind = bool(self.recorder.trouble or self.pipeline.trouble)
+        self._inbox.append(ev.Ticked(now, self.recorder.read_step, blind))
         if now >= self._next_status:
             self._next_status = now + STATUS_INTERVAL_SECONDS
             self._notice(now)
@@ -375,6 +376,8 @@ class Daemon:
                 self.wire.send_trainer(effect.verb, effect.content)
             case ev.Signal():
                 self.attendant.signal(effect.name)
+            case ev.Examine():
+                self.attendant.examine(self.state.durable.attempt)
             case ev.Kill():
                 self.attendant.kill()
             case ev.Reap():
@@ -448,6 +451,8 @@ class Daemon:
                 self.recorder.verified_steps,
                 holders,
                 words,
+                self.recorder.read_step,
+                self.recorder.loaded,
             )
         )
 

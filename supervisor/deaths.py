@@ -46,14 +46,16 @@ def blames(cause: str, signal: int | None, ready: bool) -> bool:
 
 def verdict(durable: Durable, step: int) -> str:
     """Why the checkpoint of `step` is to be set aside; empty if it is not. It is, once DEATHS of
-    those that began with it made no step beyond it, or came to the same one."""
-    ends = Counter(died_at for resumed_from, died_at in durable.blamed if resumed_from == step)
-    fruitless = sum(count for died_at, count in ends.items() if died_at <= step)
+    those that began with it made no step beyond it, or one of them came to no other step than an
+    earlier one had, wherever that one began."""
+    ends = [died_at for resumed_from, died_at in durable.blamed if resumed_from == step]
+    fruitless = sum(died_at <= step for died_at in ends)
     if fruitless >= DEATHS:
         return f"{fruitless} trainers that loaded it died before a new step"
-    for died_at, count in sorted(ends.items()):
-        if count >= DEATHS:
-            return f"{count} trainers that began with it died after step {died_at}"
+    everywhere = Counter(died_at for _, died_at in durable.blamed)
+    for died_at in sorted(ends):
+        if everywhere[died_at] >= DEATHS and died_at > step:
+            return f"{everywhere[died_at]} trainers died after step {died_at}, the last from here"
     return ""
 
 

@@ -156,7 +156,9 @@ class Died:
 class Reaped:
     """The death is complete, or will not be: `holders` still live after the bounded wait.
 
-    `code` and `signal` are None where nobody could see the status (an adopted trainer).
+    `code` and `signal` are None where nobody could see the status (an adopted trainer). `step` is
+    the last of the history, `reached_step` the last that this attempt came to, 0 if none; `loaded`
+    says that it had loaded what it was to resume from.
     """
 
     now: float
@@ -167,6 +169,8 @@ class Reaped:
     verified_steps: int
     holders: tuple[int, ...]
     message: str = ""
+    reached_step: int = 0
+    loaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

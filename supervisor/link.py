@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -27,7 +28,7 @@ from typing import Any, Final
 import zmq
 
 from supervisor import contract
-from supervisor.contract import ContractError, Entry, ExitLine, Receipt
+from supervisor.contract import ContractError, Entry, ExitLine, LoadedLine, Receipt
 from supervisor.durable import preallocate
 
 PREALLOCATED_BYTES: Final = 4 * 1024 * 1024
@@ -112,6 +113,7 @@ class Link:
         self._hello: dict[str, Any] | None = None
         self._owed: dict[str, dict[str, Any]] = {}  # verb -> content, until the wire has taken it
         self._last_step_message = 0.0
+        self._step = life.resume_step or 0
         self._checkpoints: dict[str, str] = {}
         self._stop: dict[str, str] = {}
         self._pause: str | None = None
@@ -120,6 +122,7 @@ class Link:
         self._paused: dict[str, Any] = {}
         self._served: dict[str, dict[str, Any]] = {}  # request -> the message that it was served
         self._previous_handlers: dict[int, Any] = {}
+        self._explains = False
         self._terms = 0
         self._usr1s = 0
         self._usr1s_taken = 0
@@ -148,6 +151,9 @@ class Link:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._previous_handlers = {}
+        if self._explains:
+            faulthandler.unregister(signal.SIGUSR2)
+            self._explains = False
         if self._socket is not None:
             # A farewell may wait a moment for the wire; a dead supervisor must not hold us.
             self._socket.close(linger=200)
@@ -163,7 +169,8 @@ class Link:
     # --- signals ---
 
     def install_signal_handlers(self) -> str | None:
-        """SIGTERM asks for checkpoint and exit, SIGUSR1 for checkpoint and carry on.
+        """SIGTERM asks for checkpoint and exit, SIGUSR1 for checkpoint and carry on; SIGUSR2 writes
+        the stacks of all threads to standard error.
 
         Python installs handlers in the main thread only. Elsewhere nothing is changed and the
         sentence to tell the user is returned: requests then arrive by message alone.
@@ -175,6 +182,10 @@ class Link:
             )
         for number, handler in ((signal.SIGTERM, self._on_term), (signal.SIGUSR1, self._on_usr1)):
             self._previous_handlers[number] = signal.signal(number, handler)
+        if self.life.supervised:
+            # In C, so that it also speaks for a thread that holds the interpreter lock for ever.
+            faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+            self._explains = True
         return None
 
     def _on_term(self, number: int, frame: FrameType | None) -> None:
@@ -198,6 +209,7 @@ class Link:
         if written != len(line):
             raise OSError(f"{self.receipts_path}: {written} of {len(line)} bytes written")
         if isinstance(receipt, Entry):
+            self._step = receipt.step
             now = time.monotonic()
             if now - self._last_step_message >= STEP_MESSAGE_INTERVAL_SECONDS:
                 self._last_step_message = now
@@ -299,11 +311,12 @@ class Link:
             "policy_digest": policy_digest,
             "capabilities": ["checkpoint", "stop", "pause"],
         }
+        self.record(LoadedLine(self.life.attempt, step))
         self._say("hello", self._hello)
 
     def phase(self, phase: str, deadline_seconds: float | None = None) -> None:
         """Announces a phase of contract.TRAINER_PHASES; a long one gives a hint of its limit."""
-        self._send("phase", phase=phase, deadline_seconds=deadline_seconds)
+        self._send("phase", phase=phase, step=self._step, deadline_seconds=deadline_seconds)
 
     def saved(
         self, step: int, digest: str, reason: str, requests: tuple[str, ...], seconds: float

@@ -186,7 +186,7 @@ def _heard(turn: Turn, event: ev.Event) -> None:
                 pivoting.advance(turn)
         case "phase":
             turn.set(trainer_phase=content["phase"])
-            vigil.entered(turn, content["phase"], content.get("deadline_seconds"))
+            vigil.entered(turn, content["phase"], content)
         case "step":
             turn.set(step=max(turn.state.step, content["step"]), trainer_phase="step")
             vigil.progressed(turn, content["step"])
@@ -196,11 +196,11 @@ def _heard(turn: Turn, event: ev.Event) -> None:
         case "saved":
             _saved(turn, content)
         case "paused":
-            vigil.entered(turn, "paused")
+            vigil.entered(turn, "paused", content)
             pivoting.paused(turn, content)
         case "farewell":
             turn.set(trainer_phase="exit")
-            vigil.entered(turn, "exit")
+            vigil.entered(turn, "exit", content)
     moves.rearm(turn)
 
 
@@ -218,7 +218,6 @@ def _recorded(turn: Turn, event: ev.Event) -> None:
         step=max(turn.state.step, event.step),
         attempt_verified=event.verified_steps,
     )
-    vigil.progressed(turn, event.step)
     if turn.state.phase == "starting" and turn.state.stage == "loading":
         moves.ready(turn)
         pivoting.ready(turn)
@@ -346,14 +345,21 @@ def _reaped(turn: Turn, event: ev.Event) -> None:
     line = event.exit_line
     message = state.why or event.message or (line.message if line is not None else "")
     turn.set(history_step=event.step, step=event.step, trainer_pid=None, trainer_phase="", why="")
+    turn.set(ready=state.ready or event.loaded)
+    moves.ended(
+        turn,
+        cause,
+        event.code,
+        event.signal,
+        event.step,
+        event.verified_steps,
+        message,
+        go_on=not event.holders,
+        reached_step=event.reached_step,
+    )
     if event.holders:
         pids = ", ".join(str(pid) for pid in event.holders)
-        moves.ended(
-            turn, cause, event.code, event.signal, event.step, event.verified_steps, message, False
-        )
         moves.end(turn, "stuck", f"processes {pids} of the dead attempt do not end")
-        return
-    moves.ended(turn, cause, event.code, event.signal, event.step, event.verified_steps, message)
 
 
 # --- the table ---

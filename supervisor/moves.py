@@ -207,6 +207,7 @@ def ended(
     verified_steps: int,
     message: str,
     go_on: bool = True,
+    reached_step: int = 0,
 ) -> None:
     durable = turn.state.durable
     planned = turn.state.intent in ("stop", "restart", "pivot")
@@ -225,6 +226,7 @@ def ended(
             verified_steps,
             message,
             counted and deaths.blames(cause, signal, turn.state.ready),
+            reached_step,
         )
     )
     turn.set(attempt_verified=0)

@@ -53,36 +53,28 @@ class Patience:
 
     def began(self, now: float, step: int) -> Patience:
         """A new attempt, or one that was adopted; what earlier ones taught of this run stays."""
-        return replace(
-            self, phase="", since=now, looked=now, step=step, steps_seen=0, hint_seconds=0.0
-        )
+        return Patience(since=now, looked=now, step=step, durations=self.durations)
 
-    def entered(self, now: float, phase: str, hint_seconds: float) -> Patience:
-        """The trainer says that it begins a phase. To say so again is not progress, but may ask
-        for more time."""
-        if phase == self.phase:
+    def entered(self, now: float, phase: str, step: int = 0, hint_seconds: float = 0.0) -> Patience:
+        """The trainer says that it begins a phase, with `step` complete. To say so again is not
+        progress, but may ask for more time."""
+        if phase == self.phase and step <= self.step:
             return replace(self, hint_seconds=max(self.hint_seconds, hint_seconds))
-        learned = self
-        if self.phase not in (*STARTING, "step"):
-            learned = self._learned(self.phase, now - self.since)
-        return replace(learned, phase=phase, since=now, hint_seconds=hint_seconds)
+        there = self.stepped(now, step)
+        if there.phase not in (*STARTING, "step"):
+            there = there._learned(there.phase, now - there.since)
+        return replace(there, phase=phase, since=now, hint_seconds=hint_seconds)
 
     def stepped(self, now: float, step: int) -> Patience:
-        """Step `step` is complete; only one beyond the last is progress."""
+        """Step `step` is complete; only one beyond the last is progress. Steps come by two ways: as
+        receipts, and with the phases, which say what steps were before them."""
         if step <= self.step:
             return self
         count = step - self.step
-        learned = self
+        seen = replace(self, since=now, step=step, steps_seen=self.steps_seen + count)
         if self.phase == "step" and self.steps_seen >= WARM_UP_STEPS:
-            learned = self._learned("step", (now - self.since) / count)
-        return replace(
-            learned,
-            phase="step",
-            since=now,
-            step=step,
-            steps_seen=self.steps_seen + count,
-            hint_seconds=0.0,
-        )
+            seen = seen._learned("step", (now - self.since) / count)
+        return replace(seen, phase="step", hint_seconds=0.0)
 
     def looked_at(self, now: float, blind: bool) -> Patience:
         """We look. A long gap since the last look was our own: everything stood still, or we did.

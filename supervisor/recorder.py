@@ -32,6 +32,7 @@ from supervisor.contract import (
     EvaluationLine,
     ExitLine,
     Json,
+    LoadedLine,
 )
 from supervisor.ledger import Ledger, LedgerFailure, tail_after
 from supervisor.replay import Merge, Outcome, Taken, likely_class
@@ -85,6 +86,8 @@ class _File:
     descriptor: int = -1
     offset: int = 0
     line: int = 0
+    step: int = 0
+    loaded: bool = False
     rest: bytes = b""
     merge: Merge | None = None
     refused: bool = False
@@ -121,6 +124,16 @@ class Recorder:
             return 0
         ours = (last.epoch or 1) >= self.epoch
         return last.step if ours else min(last.step, self._base_step)
+
+    @property
+    def read_step(self) -> int:
+        """The last step that was read of the attempt being followed, new to the history or not."""
+        return self._file.step if self._file is not None else 0
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the attempt being followed has loaded what it resumes from."""
+        return self._file is not None and self._file.loaded
 
     @property
     def verified_steps(self) -> int:
@@ -245,6 +258,8 @@ class Recorder:
                 self._take_audit(receipt)
             case EvaluationLine():
                 self._take_evaluation(receipt)
+            case LoadedLine():
+                file.loaded = True
             case EnvironmentLine():
                 self._training[contract.attempt_stem(receipt.attempt)] = receipt.environment
                 self._files[self._directory.training] = _dump(self._training)
@@ -261,6 +276,7 @@ class Recorder:
                 file.attempt, file.epoch, base, tail.earlier, tail.own_first, tail.own_last
             )
         taken = file.merge.take(entry)
+        file.step = entry.step
         self.gauge.take(taken.entry)
         if taken.fields and taken.earlier is not None and taken.outcome is Outcome.DIVERGED:
             self._records.append(

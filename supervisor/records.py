@@ -124,6 +124,7 @@ class AttemptEnded:
     verified_steps: int
     message: str
     blames: bool = False  # the checkpoint it was resumed from may be the reason
+    reached_step: int = 0  # the last step of this attempt, new to the history or not; 0: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,7 +210,7 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
         case ev.AttemptEnded():
             blamed = durable.blamed
             if record.blames and durable.open is not None:
-                blamed = (*blamed, (durable.open.resume_step, record.step))
+                blamed = (*blamed, (durable.open.resume_step, record.reached_step))
             return replace(
                 durable,
                 open=None,

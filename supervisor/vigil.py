@@ -10,7 +10,7 @@ it may be silent is `patience`; what its death leads to is `moves`, as for every
 from __future__ import annotations
 
 from supervisor import events as ev, moves
-from supervisor.contract import attempt_stem
+from supervisor.contract import Json, attempt_stem
 from supervisor.patience import Patience
 from supervisor.state import State, Turn
 
@@ -21,8 +21,10 @@ def begin(turn: Turn, step: int) -> None:
     rearm(turn)
 
 
-def entered(turn: Turn, phase: str, hint_seconds: float | None = None) -> None:
-    _saw(turn, turn.state.patience.entered(turn.now, phase, hint_seconds or 0.0))
+def entered(turn: Turn, phase: str, content: Json) -> None:
+    """`content` may say which step was complete by then, and how long the phase may take."""
+    step, hint_seconds = content.get("step") or 0, content.get("deadline_seconds") or 0.0
+    _saw(turn, turn.state.patience.entered(turn.now, phase, step, hint_seconds))
 
 
 def progressed(turn: Turn, step: int) -> None:

@@ -173,6 +173,13 @@ class Run:
 
     # --- the gate ---
 
+    def assert_exact(self, steps: int) -> None:
+        """Every step once, every checkpoint bound to the history, nothing executed differently."""
+        assert self.steps() == list(range(1, steps + 1))
+        assert self.proofs() == [None] * len(self.proofs())
+        replay = self.file_status()["replay"]
+        assert (replay["diverged_steps"], replay["first_diverged_step"]) == (0, None)
+
     def gate(self, step: int) -> None:
         """Holds training at `step` from now on."""
         temporary = self.gate_file.with_suffix(".new")

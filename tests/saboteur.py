@@ -10,7 +10,8 @@ the step stands in for training. Steps and cadence come from run.toml. Run by th
   line), crashN (leaves with code N without a word), wrong (another loss than last time), gap (skips
   a step), restless (does not wait once it has paused), stray (leaves a process behind that holds
   the lock), and torn:STAGE, a kill inside the publication of this step's checkpoint, for the stages
-  of `checkpoint_kit.publish`.
+  of `checkpoint_kit.publish`. Those of HANGS make no progress any more; `stalled@STEP` is stuck in
+  the save of that step.
 - SABOTEUR_GATE: a file with a number; training is held at that step until the file says more.
 - SABOTEUR_MUTE: anything; it has no link then and knows only signals.
 - SABOTEUR_PAUSE: how many seconds it waits for the word to exit.
@@ -18,16 +19,18 @@ the step stands in for training. Steps and cadence come from run.toml. Run by th
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
@@ -161,6 +164,8 @@ class Saboteur:
             requests=requests,
             state=checkpoint_kit.state(step, self.arms),
         )
+        if "stalled" in self.planned.get(str(step), ()):
+            block()
         directory = self.link.directory / contract.CHECKPOINTS
         torn = [n[5:] for n in self.planned.get(str(step), ()) if n.startswith("torn:")]
         if not (directory / f"{contract.checkpoint_stem(step)}.bin").exists():
@@ -194,6 +199,9 @@ class Saboteur:
                 )
                 while True:
                     signal.pause()
+            elif name in HANGS:
+                print(f"the saboteur hangs: {name}", flush=True)
+                HANGS[name]()
             elif name == "stray":
                 leave_stray(self.life.lock_fd)
             elif name.startswith("exit"):
@@ -204,6 +212,53 @@ class Saboteur:
             elif name.startswith("crash"):
                 print("the saboteur crashes", file=sys.stderr)
                 os._exit(int(name[5:]))
+
+
+def spin() -> NoReturn:
+    """Busy, and none the further for it."""
+    while True:
+        pass
+
+
+def native() -> NoReturn:
+    """In native code that keeps the interpreter lock: no Python handler can run."""
+    while True:
+        ctypes.PyDLL(None).sleep(1000)
+
+
+def seem_alive() -> NoReturn:
+    """A helper thread shows life while the work stands still."""
+    threading.Thread(target=spin_slowly, daemon=True).start()
+    while True:
+        threading.Event().wait()
+
+
+def spin_slowly() -> NoReturn:
+    while True:
+        print("still here", flush=True)
+        time.sleep(HELD_SECONDS)
+
+
+def block() -> NoReturn:
+    """Waits for data that never come, as a loader does on storage that has gone."""
+    reader, _writer = os.pipe()
+    while True:
+        os.read(reader, 1)
+
+
+def stop() -> NoReturn:
+    """The kernel gives it no time any more."""
+    while True:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+HANGS: Final = {
+    "spin": spin,
+    "native": native,
+    "seeming": seem_alive,
+    "block": block,
+    "frozen": stop,
+}
 
 
 def kill() -> NoReturn:

@@ -447,6 +447,8 @@ class Life:
                 self._history_step,
                 self._file.verified if self._file is not None else 0,
                 holders,
+                reached_step=self._file.last if self._file is not None else 0,
+                loaded=dead is not None and dead.loaded,
             )
         )
 

@@ -166,10 +166,7 @@ def test_the_end_waits_only_for_what_is_under_way(run: Run) -> None:
 
 
 def assert_exact(run: Run, steps: int) -> None:
-    assert run.steps() == list(range(1, steps + 1))
-    assert run.proofs() == [None] * len(run.proofs())
-    replay = run.file_status()["replay"]
-    assert (replay["diverged_steps"], replay["first_diverged_step"]) == (0, None)
+    run.assert_exact(steps)
     assert run.file_status()["alarms"] == []
 
 
@@ -488,11 +485,12 @@ def test_a_stop_is_honoured_from_the_moment_the_lock_is_held(run: Run) -> None:
 
 def test_a_trainer_that_never_says_hello_is_ended_and_started_again(run: Run) -> None:
     run.faults = "deaf@load#1"
-    run.set("hang", start_seconds=0.5)
+    run.set("hang", start_seconds=2.0, evidence_seconds=0.1)
+    run.set("stop", grace_seconds=0.2, signal_after_seconds=0.1)
     supervisor = run.start()
     (ended,) = wait_until(lambda: run.records("attempt_ended"), "the end of the first attempt")
-    assert (ended["cause"], ended["counted"]) == ("killed", True)
-    assert ended["message"] == "no hello within 0.5 s of its start"
+    assert (ended["cause"], ended["counted"]) == ("hang", True)
+    assert ended["message"].startswith("no hello within 2 s; where it stood is in logs/attempt-00")
     assert run.end(supervisor) == 0
     assert_exact(run, 30)
 

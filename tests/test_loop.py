@@ -18,7 +18,14 @@ import trainer_kit as kit
 from hypothesis import given, settings, strategies as st
 
 from supervisor import config, contract, curriculum
-from supervisor.contract import AuditLine, Entry, EnvironmentLine, EvaluationLine, Manifest
+from supervisor.contract import (
+    AuditLine,
+    Entry,
+    EnvironmentLine,
+    EvaluationLine,
+    LoadedLine,
+    Manifest,
+)
 from supervisor.link import Link
 from trainer import checkpoint, corpus, data, device, generate, loop, recipe
 from trainer.checkpoint import CheckpointDamaged, CheckpointNotWritten, StateMismatch
@@ -840,8 +847,8 @@ def test_an_audit_comes_before_the_checkpoint_of_its_step(homes: Callable[[], Pa
             "evaluated_step": step,
             "best_evaluation": {"step": step, "loss": losses[step]},
         }
-    kinds = [type(receipt) for receipt in lived.receipts[:8]]
-    assert kinds == [EnvironmentLine, *[Entry] * 4, EvaluationLine, AuditLine, Entry]
+    kinds = [type(receipt) for receipt in lived.receipts[:9]]
+    assert kinds == [EnvironmentLine, LoadedLine, *[Entry] * 4, EvaluationLine, AuditLine, Entry]
 
 
 def test_an_audit_that_nobody_waits_for_is_given_up_and_done_after_the_resume(
