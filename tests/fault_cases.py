@@ -235,7 +235,9 @@ GROUPS: Final[dict[str, dict[str, Case]]] = {
         ),
     },
     "Control channel": {
-        "SV-56": Case("a second server took the socket over, in silence", "pyzmq #209, libzmq #2059"),
+        "SV-56": Case(
+            "a second server took the socket over, in silence", "pyzmq #209, libzmq #2059"
+        ),
         "SV-57": Case(
             "socket files were left behind, or removed under a living server",
             "libzmq #3204; supervisord #480, #1723",
@@ -244,7 +246,9 @@ GROUPS: Final[dict[str, dict[str, Case]]] = {
             "no socket could be made under a path of more than 107 bytes",
             "LMCache PR 3530, libzmq PR 1176, sglang-omni PR 768",
         ),
-        "SV-59": Case("a client waited for ever for a server that was dead", "libzmq #1227, netmq #906"),
+        "SV-59": Case(
+            "a client waited for ever for a server that was dead", "libzmq #1227, netmq #906"
+        ),
         "SV-60": Case(
             "a process could not end, because its context waited for peers",
             "pyzmq #102, #1002; libzmq #2586",
@@ -271,7 +275,9 @@ GROUPS: Final[dict[str, dict[str, Case]]] = {
             "messages could name or carry code, and it was executed",
             "sglang #24618, PR 21435; supervisord #964",
         ),
-        "SV-68": Case("a port was picked, let go, and lost to somebody else", "jupyter_client #276"),
+        "SV-68": Case(
+            "a port was picked, let go, and lost to somebody else", "jupyter_client #276"
+        ),
     },
     "Identity and state files": {
         "SV-69": Case(

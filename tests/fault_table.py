@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import pytest
@@ -171,4 +170,3 @@ def _line(cells: Sequence[str]) -> str:
         cell.replace("|", "\\|").ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)
     )
     return f"| {' | '.join(padded)} |"
-
