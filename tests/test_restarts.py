@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import threading
@@ -87,7 +88,7 @@ def storm(run: Run, operators: int, times: int, kills: int) -> list[str]:
 
 
 def assert_one_child_after_a_storm(run: Run, operators: int, times: int, kills: int) -> None:
-    run.set("restart", deaths=1000)
+    run.set("restart", deaths=1000, maximum_delay_seconds=0.05)
     supervisor = run.hold(12)
     outcomes = storm(run, operators, times, kills)
     assert len(outcomes) == operators * times
@@ -242,6 +243,84 @@ def test_what_never_gets_going_is_given_up_with_its_own_words(run: Run, moment: 
     ] * 3
 
 
+@pytest.mark.fault("SV-39", phase="idle", does="says what a start by hand forgives, and trains on")
+def test_a_start_by_hand_says_what_it_forgives(run: Run) -> None:
+    """Once the limit was met, the operator's own start was refused as well
+    (multipath-tools #100)."""
+    run.faults = "crash3@5"
+    run.set("restart", deaths=2)
+    assert run.finish() == 1
+    assert run.finish("--as-recorded") == 1
+    assert len(run.records("attempt_started")) == 2, "a service manager gets no third attempt"
+    run.faults = "crash3@5#3"
+    supervisor = run.start()
+    run.wait_for_record("attempt_ended", attempt=3)
+    assert "the run had failed (2 deaths without a new checkpoint" in run.output()
+    assert "it has its budget again" in run.output()
+    assert run.end(supervisor) == 0
+    assert_exact(run, 30)
+
+
+def test_a_start_by_hand_forgives_a_budget_that_is_half_spent(run: Run) -> None:
+    run.faults = "crash3@5#1,crash3@5#2"
+    run.set("restart", delay_seconds=300.0, deaths=5)
+    supervisor = run.start()
+    run.wait_for_record("attempt_ended", attempt=1)
+    supervisor.send_signal(signal.SIGTERM)
+    assert run.end(supervisor) == 0
+    supervisor = run.start()
+    run.wait_for_record("attempt_ended", attempt=2)
+    assert "deaths without a new checkpoint, 1, are forgiven" in run.output()
+    assert run.status()["deaths_without_progress"] == 1
+    supervisor.send_signal(signal.SIGTERM)
+    assert run.end(supervisor) == 0
+
+
+# --- what the trainer has not seen yet ------------------------------------------------------------
+
+
+@pytest.mark.fault("SV-24", phase="running", does="shows a request as not yet seen by the trainer")
+def test_a_request_that_nobody_has_seen_is_shown_as_such(run: Run) -> None:
+    """A trainer that looks at its requests between two steps only, and is long about a step, seems
+    to ignore them (goodfire-ai/spd #677, #741); one in native code cannot even take the signal
+    (cpython #85300)."""
+    run.set("trainer", command=[PYTHON, "-c", _NATIVE])
+    run.set("stop", grace_seconds=0.2, signal_after_seconds=0.1)
+    supervisor = run.start()
+    log = run.directory / contract.LOGS / "attempt-0001.log"
+    wait_until(lambda: log.exists() and "native" in log.read_text(), "a trainer out of reach")
+    with pytest.raises(client.DeadlinePassed):
+        client.ask(run.directory, "checkpoint", id="c1", timeout_seconds=0.05, at="boundary")
+    assert run.status()["requests"] == [{"id": "c1", "at": "boundary", "seen": False}]
+    shown = wait_until(lambda: line_of(run, "waiting"), "the request in the status")
+    assert shown == "waiting     checkpoint c1 at boundary, not yet seen by the trainer"
+    assert run.ask("stop").outcome == "done"
+    assert run.end(supervisor) == 0
+    assert run.file_status()["requests"] == []
+    (refused,) = run.records("replied")[:1]
+    assert (refused["id"], refused["outcome"]) == ("c1", "refused")
+
+
+def test_a_request_that_was_seen_is_shown_as_such(run: Run) -> None:
+    supervisor = run.hold(12)
+    with pytest.raises(client.DeadlinePassed):
+        client.ask(run.directory, "checkpoint", id="c1", timeout_seconds=0.05, at="boundary")
+    seen = {"id": "c1", "at": "boundary", "seen": True}
+    run.wait_for_status(requests=[seen])
+    shown = wait_until(lambda: line_of(run, "waiting.*, seen"), "the request in the status")
+    assert shown == "waiting     checkpoint c1 at boundary, seen by the trainer"
+    run.open_gate()
+    assert run.end(supervisor) == 0
+    assert run.file_status()["requests"] == []
+
+
+def line_of(run: Run, pattern: str) -> str | None:
+    """The line of the status for a person that begins like this."""
+    shown = run.supervisor("status", str(run.directory)).stdout
+    found = re.search(rf"^ *({pattern}.*)$", shown, re.MULTILINE)
+    return found.group(1) if found else None
+
+
 # --- what another life has left -------------------------------------------------------------------
 
 
@@ -281,6 +360,7 @@ def test_fc88_who_starts_a_finished_run_again_trains_nothing(run: Run) -> None:
     for word in ((), ("--as-recorded",)):
         assert run.finish(*word) == 0
         assert run.file_status()["phase"] == "finished"
+        assert "budget" not in run.output(), "it did not fail, and has nothing to be forgiven"
     assert run.supervisor("restart", str(run.directory)).returncode == 1
     assert len(run.records("attempt_started")) == 1
     assert run.ledger_path.read_bytes() == before
