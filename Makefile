@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format soak clean
+.PHONY: help run test check format soak faults clean
 
 help:
 	@echo "make run      train the quickstart: a small model, about a minute on two CPU cores"
@@ -13,6 +13,7 @@ help:
 	@echo "make check    formatting, lint, types, import rules"
 	@echo "make format   let ruff format and fix what it can"
 	@echo "make soak     the long property tests"
+	@echo "make faults   write docs/faults.md from the marks of the tests"
 	@echo "make clean    remove .venv and caches; runs/ stays"
 
 # The stamp is newer than what the environment was made from. A half-made environment has none.
@@ -48,6 +49,10 @@ format: .venv
 
 soak: .venv
 	SOAK=1 $(BIN)/pytest -m soak
+
+faults: .venv
+	@mkdir -p docs
+	$(BIN)/pytest --collect-only -q --fault-table=docs/faults.md > /dev/null
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

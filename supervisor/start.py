@@ -86,7 +86,9 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
     try:
         directory.create()
         lock_fd = take_lock(directory)
-        settings, records = _settle(settings, directory)
+        settings, records, before = _settle(settings, directory)
+        if request.wish == "run" and (words := _forgiven(before)):
+            reporter.say(words)
         options = _options(settings, directory, environment)
         begin = Begin(tuple(records), request.wish, request.id, request.from_scratch, request.pivot)
         inside = directory.enter()
@@ -148,8 +150,11 @@ def _check_space(settings: Settings, directory: RunDirectory) -> None:
         ) from error
 
 
-def _settle(settings: Settings, directory: RunDirectory) -> tuple[Settings, list[ev.Record]]:
-    """The settings that rule, and what to put on record first. Under the lock.
+def _settle(
+    settings: Settings, directory: RunDirectory
+) -> tuple[Settings, list[ev.Record], Durable]:
+    """The settings that rule, what to put on record first, and what was on record before. Under
+    the lock.
 
     The journal is the authority; run.toml is written from it by the daemon, once it is durable.
     """
@@ -157,13 +162,22 @@ def _settle(settings: Settings, directory: RunDirectory) -> tuple[Settings, list
     durable = fold(filter(None, map(ev.record_from_json, journal)))
     if journal:
         recorded = _on_record(durable, directory)
-        return _accept(recorded, settings, durable, directory)
+        return *_accept(recorded, settings, durable, directory), durable
     if directory.run_file.exists():  # a trainer has worked here alone
         recorded = config.load(directory.run_file)
         begun, accepted = _accept(recorded, settings, durable, directory)
-        return begun, [_created(recorded), *accepted]
+        return begun, [_created(recorded), *accepted], durable
     settings = config.resolve(settings, uuid.uuid4().hex)
-    return settings, [_created(settings)]
+    return settings, [_created(settings)], durable
+
+
+def _forgiven(before: Durable) -> str:
+    """What a start by hand wipes out, in words; nothing where there is nothing to wipe out."""
+    if before.outcome == "failed":
+        return f"the run had failed ({before.reason}); started by hand, it has its budget again"
+    if before.deaths:
+        return f"started by hand: deaths without a new checkpoint, {before.deaths}, are forgiven"
+    return ""
 
 
 def _on_record(durable: Durable, directory: RunDirectory) -> Settings:

@@ -46,6 +46,10 @@ def compose(
         "attempt": durable.attempt,
         "restarts": durable.restarts,
         "deaths_without_progress": durable.deaths,
+        "requests": [
+            {"id": request.id, "at": request.at, "seen": request.seen}
+            for request in state.checkpoints
+        ],
         "epoch": durable.epoch,
         "arm": gauge.arm,
         "loss": encode_number(gauge.loss),

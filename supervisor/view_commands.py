@@ -74,6 +74,9 @@ def status_text(status: Json, code: int) -> str:
             f"  checkpoint  step {checkpoint['step']}, {verified}"
             + (f", {age:.0f} s old" if age is not None else "")
         )
+    for request in status.get("requests", []):
+        seen = "seen by the trainer" if request["seen"] else "not yet seen by the trainer"
+        lines.append(f"  waiting     checkpoint {request['id']} at {request['at']}, {seen}")
     if exit_record["cause"]:
         lines.append(
             f"  last exit   {exit_record['cause']} (code {exit_record['code']}, signal"

@@ -16,6 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fault_table import (
+    pytest_addoption as pytest_addoption,
+    pytest_collection_modifyitems as pytest_collection_modifyitems,
+)
 from hypothesis import HealthCheck, settings
 
 SOAK = os.environ.get("SOAK") == "1"

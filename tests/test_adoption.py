@@ -51,6 +51,8 @@ def assert_exact(run: Run, steps: int, verified: int) -> None:
     }
 
 
+@pytest.mark.fault("SV-75", phase="adoption", does="records an exit that nobody saw as unknown")
+@pytest.mark.fault("SV-79", phase="adoption", does="takes in what was trained while it was dead")
 def test_steps_and_checkpoints_of_a_trainer_that_was_alone_are_not_lost(run: Run) -> None:
     pid = orphan(run, 8)
     run.gate(25)
@@ -67,6 +69,9 @@ def test_steps_and_checkpoints_of_a_trainer_that_was_alone_are_not_lost(run: Run
     assert (unseen["cause"], unseen["code"], unseen["signal"]) == ("unknown", None, None)
 
 
+@pytest.mark.fault(
+    "SV-3", phase="adoption", does="takes the living trainer over instead of killing it"
+)
 def test_a_start_adopts_the_trainer_that_lives(run: Run) -> None:
     pid = orphan(run, 8)
     run.gate(14)
@@ -113,6 +118,9 @@ def test_sigusr1_works_again_in_the_next_life(run: Run) -> None:
     assert run.end(supervisor) == 0
 
 
+@pytest.mark.fault(
+    "SV-12", phase="adoption", does="dies and comes back, and the trainer never notices"
+)
 def test_a_supervisor_that_is_killed_again_and_again_loses_nothing(run: Run) -> None:
     pid = orphan(run, 3)
     for step in (7, 11, 19):
@@ -128,6 +136,9 @@ def test_a_supervisor_that_is_killed_again_and_again_loses_nothing(run: Run) -> 
     assert len(run.records("supervisor_started")) == 5
 
 
+@pytest.mark.fault(
+    "SV-75", phase="adoption", does="believes the exit record that the trainer wrote itself"
+)
 def test_a_trainer_that_finished_alone_is_deduced(run: Run) -> None:
     pid = orphan(run, 8)
     run.open_gate()
@@ -144,6 +155,9 @@ def test_a_trainer_that_finished_alone_is_deduced(run: Run) -> None:
     assert {r["step"] for r in run.records("checkpoint_verified")} == {10, 20, 30}
 
 
+@pytest.mark.fault(
+    "FC-77", phase="adoption", does="shows the run as dead at once; the next start records a cause"
+)
 def test_fc77_a_run_whose_supervisor_died_is_dead_for_readers_and_ends_in_a_cause(run: Run) -> None:
     """The child of a stopped container was dead within a second, and the run was marked running
     for ever (unslothai/unsloth PR 11044)."""
@@ -181,6 +195,12 @@ def test_a_stop_without_a_supervisor_takes_over_and_stops(run: Run) -> None:
     assert_exact(run, 30, verified=0)
 
 
+@pytest.mark.fault(
+    "SV-11", phase="starting", does="names a stranger that holds the lock, and signals nobody"
+)
+@pytest.mark.fault(
+    "FC-79", phase="starting", does="never signals a process that is not proven to be its own"
+)
 def test_fc79_a_stranger_with_the_lock_is_named_and_left_alone(run: Run) -> None:
     """Killing a tree by its names reached processes that had nothing to do with it
     (NVIDIA/TensorRT-LLM PR 16404)."""
@@ -218,6 +238,9 @@ sys.exit(17)
 """
 
 
+@pytest.mark.fault(
+    "FC-78", phase="adoption", does="finds what a dead trainer left behind, and ends it"
+)
 def test_fc78_what_a_dead_trainer_left_behind_is_ended_and_not_adopted(run: Run) -> None:
     """Children outlived their parent and kept the device (pytorch/pytorch #1223, #5736,
     Lightning-AI/pytorch-lightning #15008)."""
@@ -234,6 +257,12 @@ def test_fc78_what_a_dead_trainer_left_behind_is_ended_and_not_adopted(run: Run)
     assert_exact(run, 30, verified=8)
 
 
+@pytest.mark.fault(
+    "SV-56", phase="running", does="refuses a second supervisor, and names the first"
+)
+@pytest.mark.fault(
+    "FC-81", phase="running", does="refuses a second supervisor on the same directory"
+)
 def test_two_supervisors_never_share_a_run(run: Run) -> None:
     supervisor = run.hold(8)
     assert run.start().wait(DEADLINE_SECONDS) == 2

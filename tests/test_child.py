@@ -82,6 +82,7 @@ def test_a_trainer_leads_a_session_of_its_own_and_holds_the_lock(directory: RunD
     assert child.holders(directory.trainer_lock, NONCE) == ()
 
 
+@pytest.mark.fault("SV-29", phase="starting", does="ignores SIGUSR1 until the program takes it")
 def test_a_request_that_comes_too_early_cannot_kill(directory: RunDirectory) -> None:
     # From the first instruction on: SIGUSR1 is ignored before the program itself begins.
     with spawned(directory, *python(WAITS)) as made:
@@ -125,6 +126,7 @@ def test_it_runs_where_the_operator_stood(directory: RunDirectory, tmp_path: Pat
     assert directory.log(1).read_text() == f"{tmp_path}\n"
 
 
+@pytest.mark.fault("SV-33", phase="stopping", does="takes 'no such process' for an answer")
 def test_how_it_ended(directory: RunDirectory) -> None:
     with spawned(directory, *python("raise SystemExit(7)")) as made:
         assert made.status() == (None, None)
@@ -152,6 +154,9 @@ def record_of(made: child.Child) -> ev.AttemptSpawned:
     return ev.AttemptSpawned(1, made.pid, made.start_ticks, child.boot_id())
 
 
+@pytest.mark.fault(
+    "SV-71", phase="adoption", does="wants pid, start time, boot, nonce and lock to agree"
+)
 def test_a_trainer_is_adopted_by_its_identity(directory: RunDirectory) -> None:
     with spawned(directory, *python(WAITS)) as made:
         lock = directory.trainer_lock
@@ -184,6 +189,12 @@ def test_an_adopted_one_ends_without_a_status(directory: RunDirectory) -> None:
         adopted.close()
 
 
+@pytest.mark.fault(
+    "SV-11", phase="stopping", does="kills what is proven its own, and no process beside it"
+)
+@pytest.mark.fault(
+    "FC-79", phase="stopping", does="spares processes that hold the lock without being its own"
+)
 def test_fc79_only_what_is_proven_ours_is_signalled(directory: RunDirectory) -> None:
     """Killing a tree by its names reached processes that had nothing to do with it
     (NVIDIA/TensorRT-LLM PR 16404)."""
@@ -249,6 +260,10 @@ def stray_code(code: str) -> str:
     )
 
 
+@pytest.mark.fault("SV-4", phase="backoff", does="waits until nothing of the dead attempt is left")
+@pytest.mark.fault(
+    "SV-10", phase="backoff", does="finds a grandchild whose parent is gone, by the lock it holds"
+)
 def test_a_death_is_complete_when_nobody_holds_the_lock(
     directory: RunDirectory, attending: Attendant
 ) -> None:
@@ -270,6 +285,9 @@ def test_a_death_is_complete_when_nobody_holds_the_lock(
     assert attending.last_words(1) == str(stray)
 
 
+@pytest.mark.fault(
+    "SV-35", phase="backoff", does="waits for a bounded time, names who is left, starts nothing"
+)
 def test_a_process_that_is_not_proven_ours_is_named_after_a_bounded_time(
     directory: RunDirectory, attending: Attendant
 ) -> None:
@@ -306,6 +324,7 @@ def test_the_environment_of_an_attempt(directory: RunDirectory, attending: Atten
     assert attending.bury() == (0, None)
 
 
+@pytest.mark.fault("SV-29", phase="loading", does="sends SIGUSR1 only where /proc shows a handler")
 def test_a_signal_without_a_handler_is_not_sent(
     directory: RunDirectory, attending: Attendant
 ) -> None:
@@ -319,6 +338,9 @@ def test_a_signal_without_a_handler_is_not_sent(
     attending.signal("TERM")  # nobody is there, and nothing happens
 
 
+@pytest.mark.fault(
+    "SV-2", phase="stopping", does="kills grandchildren too, also those of another session"
+)
 def test_a_kill_reaches_everything_that_is_proven_ours(
     directory: RunDirectory, attending: Attendant
 ) -> None:

@@ -223,6 +223,12 @@ def test_following_a_log_ends_with_ctrl_c_and_leaves_the_run_alone(run: Run) -> 
 # --- requests -------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(
+    "SV-59", phase="idle", does="says that there is no supervisor, instead of waiting for one"
+)
+@pytest.mark.fault(
+    "SV-64", phase="running", does="names the id to ask again with, when a deadline has passed"
+)
 def test_requests_by_command(run: Run, supervisor: Command) -> None:
     directory = str(run.directory)
     process = run.hold(12)
@@ -244,6 +250,7 @@ def test_requests_by_command(run: Run, supervisor: Command) -> None:
         assert (nobody.code, "no supervisor is running" in nobody.err) == (1, True)
 
 
+@pytest.mark.fault("SV-64", phase="any", does="tells a refusal as one, with its reason")
 def test_a_refusal_is_an_answer(
     run: Run, supervisor: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

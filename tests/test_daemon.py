@@ -173,6 +173,14 @@ def assert_exact(run: Run, steps: int) -> None:
 STAGES = ("json", "bin", "link json", "link bin", "unlink")
 
 
+@pytest.mark.fault(
+    "SV-36", phase="loading", does="sees the death of a trainer that loads at once, and tries again"
+)
+@pytest.mark.fault(
+    "SV-79",
+    phase="saving",
+    does="has each step once after nine deaths, and proves the repeated ones",
+)
 def test_kills_at_every_stage_of_a_publication_and_of_a_start_cost_nothing(run: Run) -> None:
     torn = [f"torn:{stage}@10#{attempt}" for attempt, stage in enumerate(STAGES, start=1)]
     run.faults = ",".join([*torn, "kill@load#6", "kill@hello#7", "segv@15#8", "kill@exit#9"])
@@ -200,6 +208,9 @@ def test_a_kill_after_the_exit_line_is_a_death_of_a_finished_run(run: Run) -> No
     assert run.file_status()["phase"] == "finished"
 
 
+@pytest.mark.fault(
+    "SV-79", phase="running", does="appends a step that differs, reports it, and rewrites nothing"
+)
 def test_a_step_that_comes_out_different_is_reported_and_recorded(run: Run) -> None:
     run.faults = "kill@16#1,wrong@13#2"
     assert run.finish() == 0
@@ -220,6 +231,9 @@ def test_a_step_that_comes_out_different_is_reported_and_recorded(run: Run) -> N
     assert [e.step for e in ledger.canonical(entries)] == list(range(1, 31))
 
 
+@pytest.mark.fault(
+    "SV-79", phase="starting", does="never changes a byte of what was recorded before a restart"
+)
 def test_fc93_the_history_before_a_restart_is_a_prefix_of_the_history_after(run: Run) -> None:
     """A logger that opened the metrics file of a resumed run deleted it first
     (roboflow/rf-detr #1321, Lightning-AI/pytorch-lightning #17886)."""
@@ -237,6 +251,12 @@ def test_fc93_the_history_before_a_restart_is_a_prefix_of_the_history_after(run:
     assert_exact(run, 30)
 
 
+@pytest.mark.fault(
+    "SV-51", phase="running", does="has the last line that an attempt printed before it died"
+)
+@pytest.mark.fault(
+    "FC-91", phase="running", does="keeps the log and the last words of every attempt"
+)
 def test_fc98_the_log_of_an_attempt_is_never_opened_again(run: Run) -> None:
     """A resumed run wrote over the console output of the run before it (wandb/wandb PR 12379)."""
     run.faults = "crash3@12#1,crash4@22#2"
@@ -256,6 +276,9 @@ def test_fc98_the_log_of_an_attempt_is_never_opened_again(run: Run) -> None:
     ]
 
 
+@pytest.mark.fault(
+    "SV-6", phase="backoff", does="ends what a killed trainer left behind, before the next attempt"
+)
 def test_a_process_that_the_trainer_left_behind_ends_before_the_next_attempt(run: Run) -> None:
     run.faults = "stray@5#1,kill@6#1"
     assert run.finish() == 0
@@ -277,6 +300,9 @@ def test_receipts_with_a_gap_end_the_attempt_and_not_the_run(run: Run) -> None:
 # --- what the trainer says of its own end ---------------------------------------------------------
 
 
+@pytest.mark.fault(
+    "SV-40", phase="running", does="does not try again what its exit code calls permanent"
+)
 @pytest.mark.parametrize(
     ("code", "cause", "words"),
     [
@@ -296,6 +322,9 @@ def test_a_permanent_end_is_not_tried_again(run: Run, code: int, cause: str, wor
     assert f"FAILED: {words}" in run.output()
 
 
+@pytest.mark.fault(
+    "FC-89", phase="running", does="trains on after preemptions, with nothing charged"
+)
 def test_try_again_is_done_and_not_charged(run: Run) -> None:
     run.faults = "exit75@12#1,exit75@12#2,exit75@12#3"
     run.set("restart", deaths=1)
@@ -304,6 +333,13 @@ def test_try_again_is_done_and_not_charged(run: Run) -> None:
     assert [e["counted"] for e in run.records("attempt_ended")] == [False] * 4
 
 
+@pytest.mark.fault(
+    "SV-37", phase="running", does="ends in failed after so many deaths without a new checkpoint"
+)
+@pytest.mark.fault("SV-39", phase="idle", does="begins anew when the operator starts a failed run")
+@pytest.mark.fault(
+    "FC-90", phase="running", does="gives up after so many deaths without a new checkpoint"
+)
 def test_fc90_deaths_without_progress_end_in_failed_and_a_start_begins_anew(run: Run) -> None:
     """A give-up counter that every successful respawn reset never gave up
     (bobmatnyc/trusty-tools #3631)."""
@@ -323,6 +359,9 @@ def test_fc90_deaths_without_progress_end_in_failed_and_a_start_begins_anew(run:
     assert_exact(run, 30)
 
 
+@pytest.mark.fault(
+    "SV-42", phase="running", does="survives more deaths than the budget, each after a checkpoint"
+)
 def test_a_new_checkpoint_refills_the_budget(run: Run) -> None:
     run.faults = "kill@12#1,kill@22#2,kill@28#3"
     run.set("restart", deaths=3)
@@ -331,6 +370,7 @@ def test_a_new_checkpoint_refills_the_budget(run: Run) -> None:
     assert run.file_status()["restarts"] == 3
 
 
+@pytest.mark.fault("SV-40", phase="starting", does="names the program that cannot be started")
 def test_a_command_that_does_not_exist_says_so(run: Run) -> None:
     run.set("trainer", command=["/no/such/program"])
     run.set("restart", deaths=2)
@@ -341,6 +381,9 @@ def test_a_command_that_does_not_exist_says_so(run: Run) -> None:
 # --- requests -------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(
+    "SV-22", phase="running", does="answers with step and path when the checkpoint is committed"
+)
 def test_a_checkpoint_is_answered_with_step_and_path_once_it_is_committed(run: Run) -> None:
     supervisor = run.hold(12)
     answer = run.ask("checkpoint", at="now")
@@ -365,6 +408,12 @@ def test_a_checkpoint_is_answered_with_step_and_path_once_it_is_committed(run: R
     assert_exact(run, 30)
 
 
+@pytest.mark.fault(
+    "SV-1", phase="stopping", does="ends after its trainer, when nobody holds the lock any more"
+)
+@pytest.mark.fault(
+    "SV-21", phase="stopping", does="waits for the trainer's own end before it answers and leaves"
+)
 def test_a_stop_is_answered_when_all_is_over_and_a_start_goes_on(run: Run) -> None:
     supervisor = run.hold(12)
     trainer = run.status()["trainer_pid"]
@@ -392,6 +441,9 @@ def test_a_stop_is_answered_when_all_is_over_and_a_start_goes_on(run: Run) -> No
     assert run.file_status()["replay"]["verified_steps"] == 0
 
 
+@pytest.mark.fault(
+    "SV-28", phase="stopping", does="kills a trainer that heard SIGTERM and went nowhere"
+)
 def test_a_stop_obeys_its_grace_and_then_kills(run: Run) -> None:
     run.set("stop", grace_seconds=0.4, signal_after_seconds=0.1)
     run.faults = "deaf@15"
@@ -424,6 +476,8 @@ def test_a_restart_saves_and_is_answered_by_the_next_attempt(run: Run) -> None:
     assert_exact(run, 30)
 
 
+@pytest.mark.fault("SV-65", phase="running", does="answers the same id twice and saves once")
+@pytest.mark.fault("SV-65", phase="adoption", does="answers an id of before its own death")
 def test_the_same_request_is_carried_out_once(run: Run) -> None:
     supervisor = run.hold(12)
     first = run.ask("checkpoint", id="once", at="now")
@@ -442,6 +496,9 @@ def test_the_same_request_is_carried_out_once(run: Run) -> None:
     assert_exact(run, 30)
 
 
+@pytest.mark.fault(
+    "SV-22", phase="running", does="tells who waits for a checkpoint that it will not come"
+)
 def test_a_request_that_cannot_be_served_is_refused_when_the_trainer_dies(run: Run) -> None:
     run.faults = "kill@17"
     run.set("restart", deaths=1)
@@ -460,6 +517,9 @@ def test_a_request_that_cannot_be_served_is_refused_when_the_trainer_dies(run: R
 # --- signals to the supervisor --------------------------------------------------------------------
 
 
+@pytest.mark.fault(
+    "FC-74", phase="running", does="saves the step that SIGTERM met, and resumes from it"
+)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_this_life_and_not_the_wish(run: Run, number: signal.Signals) -> None:
     supervisor = run.hold(12)
@@ -473,6 +533,9 @@ def test_a_signal_stops_this_life_and_not_the_wish(run: Run, number: signal.Sign
     assert_exact(run, 30)
 
 
+@pytest.mark.fault(
+    "SV-18", phase="starting", does="obeys SIGTERM from the moment that it owns the run"
+)
 def test_a_stop_is_honoured_from_the_moment_the_lock_is_held(run: Run) -> None:
     supervisor = run.start()
     wait_until(lambda: lock_holder(run.directory / contract.LOCK_FILE), "an owner")
@@ -495,6 +558,9 @@ def test_a_trainer_that_never_says_hello_is_ended_and_started_again(run: Run) ->
     assert_exact(run, 30)
 
 
+@pytest.mark.fault(
+    "FC-73", phase="stopping", does="saves and stops in its time, however many SIGTERMs come"
+)
 def test_fc73_more_sigterms_change_nothing(run: Run) -> None:
     """A second SIGTERM turned a graceful stop into a hard one (cockroachdb/cockroach #48070,
     HyperGAN/HyperGAN PR 341)."""
@@ -510,6 +576,9 @@ def test_fc73_more_sigterms_change_nothing(run: Run) -> None:
     assert run.file_status()["phase"] == "stopped"
 
 
+@pytest.mark.fault(
+    "SV-20", phase="stopping", does="kills what is stopping when the operator insists"
+)
 def test_the_second_interrupt_shortens_the_grace_and_the_third_kills(run: Run) -> None:
     run.faults = "deaf@15"
     supervisor = run.start()
@@ -525,6 +594,9 @@ def test_the_second_interrupt_shortens_the_grace_and_the_third_kills(run: Run) -
     assert "killing the trainer" in run.output()
 
 
+@pytest.mark.fault("SV-29", phase="starting", does="keeps SIGUSR1 for a trainer that can take it")
+@pytest.mark.fault("FC-67", phase="starting", does="outlives SIGUSR1 from its first moment on")
+@pytest.mark.fault("FC-67", phase="running", does="makes a checkpoint for SIGUSR1, and trains on")
 def test_fc67_sigusr1_makes_a_checkpoint_and_never_ends_anything(run: Run) -> None:
     """A launcher without a handler died of the user signal that asked for a checkpoint
     (pytorch/pytorch #154849)."""
@@ -558,6 +630,9 @@ def test_sighup_follows_a_rotated_log(run: Run) -> None:
 # --- a second start -------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(
+    "FC-88", phase="idle", does="says that the run is finished; more steps are the operator's word"
+)
 def test_a_finished_run_says_so_and_trains_on_when_it_is_given_more_steps(run: Run) -> None:
     assert run.finish() == 0
     assert run.finish() == 0
@@ -665,6 +740,9 @@ def test_no_valid_checkpoint_is_a_failure_that_names_the_ways_out(run: Run) -> N
     assert run.file_status()["replay"]["verified_steps"] == 24
 
 
+@pytest.mark.fault(
+    "SV-41", phase="starting", does="sets a damaged checkpoint aside and takes the one before it"
+)
 def test_fc03_a_damaged_newest_checkpoint_costs_one_cadence_and_no_manual_step(run: Run) -> None:
     """The machine died while saving; the newest checkpoint was bad and nothing fell back
     (allenai/allennlp #2129)."""
@@ -699,6 +777,9 @@ def shout(run: Run, socket_name: str, frames: list[list[bytes]]) -> None:
         os.close(directory)
 
 
+@pytest.mark.fault(
+    "SV-67", phase="running", does="drops all that is not a valid message, and trains on"
+)
 def test_garbage_on_the_sockets_disturbs_nobody(run: Run) -> None:
     supervisor = run.hold(12)
     valid: Json = {"attempt": 1, "nonce": "0" * 16}
@@ -732,6 +813,7 @@ def test_garbage_on_the_sockets_disturbs_nobody(run: Run) -> None:
     assert_exact(run, 30)
 
 
+@pytest.mark.fault("SV-58", phase="running", does="has working sockets under a path of any length")
 def test_a_path_of_200_characters_works(tmp_path: Path) -> None:
     deep = tmp_path / ("a" * 100) / ("b" * 100)
     deep.mkdir(parents=True)

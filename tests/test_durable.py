@@ -88,6 +88,9 @@ def test_fsync_directory_takes_a_path_or_a_descriptor(tmp_path: Path, faults: Fa
 # --- replacing a file ---
 
 
+@pytest.mark.fault(
+    "SV-74", phase="any", does="syncs a file before its rename and the directory after it"
+)
 def test_fc07_replace_syncs_the_file_before_and_the_directory_after_the_rename(
     tmp_path: Path, faults: Faults
 ) -> None:
@@ -102,6 +105,9 @@ def test_fc07_replace_syncs_the_file_before_and_the_directory_after_the_rename(
     assert faults.calls[2:] == [("rename", "run.toml"), ("fsync", tmp_path.name)]
 
 
+@pytest.mark.fault(
+    "SV-74", phase="any", does="keeps the old file whole when the disk takes no new one"
+)
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 def test_fc08_a_full_disk_leaves_the_old_file_whole(
     tmp_path: Path, faults: Faults, fault: int

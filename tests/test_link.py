@@ -182,6 +182,9 @@ def dispositions() -> list[Any]:
     return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
 
 
+@pytest.mark.fault(
+    "FC-75", phase="stopping", does="puts the handlers of before back, after a failure too"
+)
 def test_fc75_handlers_are_back_after_return_and_after_failure(life: Life) -> None:
     """A handler that stayed installed after training swallowed a later SIGTERM
     (NVIDIA-NeMo/Megatron-Bridge PR 5975)."""
@@ -201,6 +204,9 @@ def test_fc75_handlers_are_back_after_return_and_after_failure(life: Life) -> No
     assert dispositions() == before
 
 
+@pytest.mark.fault(
+    "FC-76", phase="loading", does="takes requests by the link alone in a thread, and says so"
+)
 def test_fc76_a_thread_trains_without_handlers_and_says_so(linked: Link, server: Server) -> None:
     """Installing handlers from a thread that is not the main one failed
     (Lightning-AI/pytorch-lightning #3651)."""
@@ -217,6 +223,8 @@ def test_fc76_a_thread_trains_without_handlers_and_says_so(linked: Link, server:
     assert linked.due(cadence=False).stop
 
 
+@pytest.mark.fault("SV-23", phase="running", does="notes a signal, and saves at the next boundary")
+@pytest.mark.fault("FC-70", phase="running", does="does nothing in a handler but take a note")
 def test_sigterm_stops_and_sigusr1_saves_at_the_next_boundary(alone: Link) -> None:
     alone.install_signal_handlers()
     assert not alone.stop_wanted()
@@ -231,6 +239,9 @@ def test_sigterm_stops_and_sigusr1_saves_at_the_next_boundary(alone: Link) -> No
     assert (due.reason, due.stop) == ("sigterm", True)
 
 
+@pytest.mark.fault(
+    "FC-69", phase="running", does="takes 10,000 signals while it prints, without an error"
+)
 def test_fc69_ten_thousand_signals_lose_nothing_and_raise_nothing(
     alone: Link, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +258,7 @@ def test_fc69_ten_thousand_signals_lose_nothing_and_raise_nothing(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.fault("SV-27", phase="running", does="does not take a worker's signal for its own")
 def test_a_signal_to_a_forked_worker_is_not_one_to_the_trainer(alone: Link) -> None:
     alone.install_signal_handlers()
     pid = os.fork()
@@ -260,6 +272,9 @@ def test_a_signal_to_a_forked_worker_is_not_one_to_the_trainer(alone: Link) -> N
 # --- requests -------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(
+    "SV-22", phase="running", does="acknowledges a request by its id before it serves it"
+)
 def test_requests_are_acknowledged_and_due_when_they_say(linked: Link, server: Server) -> None:
     server.wire.send_trainer("checkpoint", {"id": "later", "at": "boundary"})
     assert server.hear(linked, "seen")["id"] == "later"
@@ -314,6 +329,7 @@ def test_a_stop_at_a_boundary_waits_for_it(linked: Link, server: Server) -> None
     assert linked.due(cadence=True).stop
 
 
+@pytest.mark.fault("SV-65", phase="adoption", does="answers a request again that it served before")
 def test_a_request_that_was_served_is_answered_and_not_served_again(
     linked: Link, server: Server
 ) -> None:

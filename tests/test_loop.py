@@ -352,6 +352,10 @@ def test_accumulated_micro_batches_are_one_mean_over_all_targets(
 # --- boundaries -----------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(
+    "SV-23", phase="running", does="saves after a whole update, wherever the signal met it"
+)
+@pytest.mark.fault("FC-70", phase="running", does="saves on the loop, at the boundary of an update")
 def test_fc51_a_request_in_the_middle_of_an_accumulation_waits_for_the_boundary(
     homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,6 +405,9 @@ def test_a_request_before_the_first_step_waits_for_it(homes: Callable[[], Path])
     assert checkpoint.steps(trainer.directory) == [1, 4, 8, 12]
 
 
+@pytest.mark.fault(
+    "SV-24", phase="loading", does="looks at requests while it loads, and makes no step"
+)
 def test_a_stop_while_loading_makes_no_step(homes: Callable[[], Path]) -> None:
     ours = kit.settings_of(homes())
     for attempt, expected in ((1, 0), (3, 5)):
@@ -851,6 +858,9 @@ def test_an_audit_comes_before_the_checkpoint_of_its_step(homes: Callable[[], Pa
     assert kinds == [EnvironmentLine, LoadedLine, *[Entry] * 4, EvaluationLine, AuditLine, Entry]
 
 
+@pytest.mark.fault(
+    "SV-24", phase="saving", does="gives up a sample audit for a stop, between two tokens"
+)
 def test_an_audit_that_nobody_waits_for_is_given_up_and_done_after_the_resume(
     homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -877,6 +887,7 @@ def test_an_audit_that_nobody_waits_for_is_given_up_and_done_after_the_resume(
     assert_same_run(whole, first, second)
 
 
+@pytest.mark.fault("SV-24", phase="running", does="gives up an evaluation for a stop, and saves")
 def test_an_evaluation_is_given_up_too(
     homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1060,6 +1071,9 @@ def replace_steps(settings: config.Settings, steps: int) -> config.Settings:
     return config.parse(tree, "test")
 
 
+@pytest.mark.fault(
+    "FC-75", phase="stopping", does="leaves no handler behind when the training is over"
+)
 def test_signals_of_before_are_back_after_a_life(homes: Callable[[], Path]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     kit.live(kit.settings_of(homes(), training={"steps": 1}))

@@ -240,6 +240,10 @@ def finish(case: Case) -> Case:
 # --- the table ---
 
 
+@pytest.mark.fault(
+    "SV-30", phase="any", does="has a decision for every phase and event, or ends this life aloud"
+)
+@pytest.mark.fault("SV-33", phase="any", does="has no phase that knows no event out of it")
 def test_the_table_holds_every_phase_and_event() -> None:
     assert set(TABLE) == {(phase, event) for phase in PHASES for event in EVENTS}
     assert set(EVENTS) == set(ev.Event.__args__)
@@ -403,6 +407,9 @@ def test_a_record_of_a_newer_version_is_left_out_and_a_broken_one_is_named() -> 
         )
 
 
+@pytest.mark.fault(
+    "SV-39", phase="idle", does="lets the operator's start forgive all deaths and the verdict"
+)
 def test_a_start_forgives_and_a_stop_does_not() -> None:
     spent = fold([CREATED, *[ENDED] * 3, ev.RunFailed("no luck")])
     assert (spent.deaths, spent.outcome) == (3, "failed")
@@ -413,6 +420,9 @@ def test_a_start_forgives_and_a_stop_does_not() -> None:
     assert again.restarts == 3, "the count of restarts is never reset"
 
 
+@pytest.mark.fault(
+    "SV-42", phase="saving", does="refills the budget with each checkpoint further than any before"
+)
 def test_only_a_step_beyond_the_best_checkpoint_is_progress() -> None:
     dead = fold([*BEFORE, ENDED])
     assert dead.deaths == 1
@@ -565,6 +575,9 @@ def test_hello_after_a_new_connection_does_not_set_the_step_back() -> None:
 # --- finished ---
 
 
+@pytest.mark.fault(
+    "FC-88", phase="starting", does="deduces the end from a proven checkpoint, and starts nothing"
+)
 def test_finished_is_deduced_from_a_checkpoint_at_the_target_without_a_spawn() -> None:
     case = Case().to_selecting(history=TARGET_STEP)
     case.select(TARGET_STEP)
@@ -588,6 +601,9 @@ def test_the_end_of_training_takes_the_same_way() -> None:
     assert case.state.phase == "finished"
 
 
+@pytest.mark.fault(
+    "FC-88", phase="idle", does="leaves a finished run finished, without another attempt"
+)
 def test_fc88_a_finished_run_is_not_started_again() -> None:
     """A training that was over began again at step 0 under its restart rule
     (TuragaLab/DECODE #110)."""
@@ -608,6 +624,9 @@ def test_a_larger_target_makes_a_finished_run_go_on() -> None:
     assert case.place == ("starting", "spawning")
 
 
+@pytest.mark.fault(
+    "SV-37", phase="backoff", does="charges an end without a checkpoint at the target like a death"
+)
 def test_a_trainer_that_finishes_short_of_the_target_is_not_started_for_ever() -> None:
     """It ends with 0, at once, and has saved nothing: a start without delay, again and again."""
     case = Case()
@@ -664,6 +683,7 @@ def jitter(run_id: str, attempt: int) -> float:
     return 0.75 + 0.25 * word[0] / 255
 
 
+@pytest.mark.fault("SV-38", phase="backoff", does="waits before the first retry too, with jitter")
 def test_a_crash_is_reaped_recorded_and_waited_out() -> None:
     case = Case().to_running()
     assert case.feed(ev.Died) == [ev.Reap()]
@@ -695,6 +715,9 @@ def test_a_checkpoint_that_was_announced_before_a_death_counts_after_it() -> Non
     assert case.saved(9) == []  # the selection looks at what is there by itself
 
 
+@pytest.mark.fault(
+    "SV-37", phase="backoff", does="doubles the delay with every death, up to a maximum"
+)
 def test_the_delay_doubles_up_to_its_maximum() -> None:
     case = Case(rules=replace(RULES, deaths=100, maximum_delay_seconds=20.0))
     case.open()
@@ -707,6 +730,9 @@ def test_the_delay_doubles_up_to_its_maximum() -> None:
     assert waits == pytest.approx([1, 2, 4, 8, 16, 20, 20])
 
 
+@pytest.mark.fault(
+    "SV-38", phase="backoff", does="never waits less than three quarters of the delay"
+)
 @given(st.text(max_size=8), st.integers(1, 10**6), st.integers(0, 10**4))
 @settings(max_examples=100, deadline=None)
 def test_the_jitter_shortens_by_at_most_a_quarter_and_is_the_same_in_a_replay(
@@ -725,6 +751,12 @@ def test_the_jitter_shortens_by_at_most_a_quarter_and_is_the_same_in_a_replay(
     assert after.deadline == decide(rules, state, event)[0].deadline
 
 
+@pytest.mark.fault(
+    "SV-37", phase="running", does="counts every unplanned death, also after steps were made"
+)
+@pytest.mark.fault(
+    "FC-90", phase="running", does="resets the count for a new checkpoint, never for a new process"
+)
 def test_fc90_a_trainer_that_dies_again_and_again_is_given_up() -> None:
     """The give-up counter was reset because each respawn itself succeeded
     (bobmatnyc/trusty-tools #3631): only a new checkpoint may reset it."""
@@ -750,6 +782,9 @@ def test_fc90_a_trainer_that_dies_again_and_again_is_given_up() -> None:
     assert case.acts == [ev.Exit(1, case.state.why)]
 
 
+@pytest.mark.fault(
+    "SV-42", phase="running", does="goes on for ever as long as checkpoints get further"
+)
 def test_a_new_checkpoint_refills_the_budget() -> None:
     case = Case()
     case.open()
@@ -762,6 +797,9 @@ def test_a_new_checkpoint_refills_the_budget() -> None:
         case.tick(60)
 
 
+@pytest.mark.fault(
+    "FC-91", phase="any", does="never resets the numbers of attempts and of restarts"
+)
 def test_fc91_a_restart_count_never_goes_back() -> None:
     """A loop of re-creation hid how often it had restarted (defilantech/LLMKube #1856)."""
     case = Case()
@@ -776,6 +814,12 @@ def test_fc91_a_restart_count_never_goes_back() -> None:
     assert case.reopened().state.durable.attempt == 3
 
 
+@pytest.mark.fault(
+    "SV-37", phase="starting", does="keeps the count over a death of the supervisor itself"
+)
+@pytest.mark.fault(
+    "SV-39", phase="starting", does="gives an operator who starts it by hand an attempt"
+)
 def test_a_spent_budget_stays_spent_when_the_verdict_was_lost() -> None:
     """The supervisor was killed after the last death and before it could say failed. A service
     manager that starts it again does not get another attempt; the operator does."""
@@ -791,6 +835,11 @@ def test_a_spent_budget_stays_spent_when_the_verdict_was_lost() -> None:
     assert by_hand.place == ("starting", "spawning")
 
 
+@pytest.mark.fault(
+    "SV-40",
+    phase="loading",
+    does="fails at once for what no retry can mend, with the trainer's words",
+)
 @pytest.mark.parametrize(
     ("code", "cause", "word"),
     [
@@ -810,6 +859,9 @@ def test_some_exit_codes_fail_at_once(code: int, cause: str, word: str) -> None:
     assert case.state.why.endswith(": window 7 of arm books")
 
 
+@pytest.mark.fault(
+    "FC-89", phase="running", does="charges a preemption to nobody, and starts again at once"
+)
 def test_fc89_try_again_is_not_counted_and_not_waited_for() -> None:
     """Preemptions ate the budget of failures (skypilot-org/skypilot PR 4169)."""
     case = Case()
@@ -843,6 +895,9 @@ FINISHED_LINE: Final = ExitLine("finished", 5, 0, [], "")
 DATA_LINE: Final = ExitLine("data", 5, 65, [], "digest")
 
 
+@pytest.mark.fault(
+    "SV-75", phase="adoption", does="calls an exit unknown, unless the trainer has written its own"
+)
 @pytest.mark.parametrize(
     ("code", "signal", "line", "asked", "by_us", "cause"),
     [
@@ -916,6 +971,9 @@ def test_broken_receipts_end_the_attempt_with_an_alarm() -> None:
 # --- stop ---
 
 
+@pytest.mark.fault(
+    "SV-26", phase="stopping", does="counts the grace from the sending, not from the answer"
+)
 def test_stop_goes_by_message_then_by_term_then_by_kill() -> None:
     case = Case().to_running()
     began = case.now
@@ -940,6 +998,9 @@ def test_stop_goes_by_message_then_by_term_then_by_kill() -> None:
     assert case.acts == [ev.Reply("s1", "done", "", result), ev.Exit(0, "stopped; ended by killed")]
 
 
+@pytest.mark.fault(
+    "SV-28", phase="stopping", does="gives a trainer that has seen the stop no more than the grace"
+)
 def test_a_stop_that_was_seen_is_not_signalled() -> None:
     case = Case().to_stopping()
     case.hear("seen", id="stop-1")
@@ -976,6 +1037,12 @@ def test_a_grace_shorter_than_the_wait_for_a_word_is_kept() -> None:
     assert case.tick(1.0) == [ev.Kill()]
 
 
+@pytest.mark.fault(
+    "SV-18", phase="any", does="obeys a stop in every stage of a start, and wherever else it is"
+)
+@pytest.mark.fault(
+    "SV-31", phase="any", does="starts nothing after a stop, wherever the stop met it"
+)
 @each_place
 @pytest.mark.parametrize("operator", [True, False], ids=["operator", "signal"])
 def test_stop_anywhere_ends_stopped_with_one_reply(place: str, operator: bool) -> None:
@@ -1009,6 +1076,7 @@ def test_a_stop_while_receipts_are_merged_does_not_wait_for_a_selection() -> Non
     assert [type(effect) for effect in case.acts] == [ev.Reply, ev.Exit]
 
 
+@pytest.mark.fault("SV-19", phase="stopping", does="keeps a stop, whatever else is asked of it")
 @each_place
 def test_no_other_request_undoes_a_stop(place: str) -> None:
     case = PLACES[place]()
@@ -1028,6 +1096,7 @@ def test_no_other_request_undoes_a_stop(place: str) -> None:
     assert outcomes["x1"] in ("busy", "refused")
 
 
+@pytest.mark.fault("FC-73", phase="stopping", does="takes further SIGTERMs for the same wish")
 def test_fc73_a_second_and_a_third_term_harden_nothing() -> None:
     """A second SIGTERM turned a graceful stop into a hard one (cockroachdb/cockroach #48070)."""
     case = Case().to_running()
@@ -1039,6 +1108,9 @@ def test_fc73_a_second_and_a_third_term_harden_nothing() -> None:
         assert case.state == before
 
 
+@pytest.mark.fault(
+    "SV-31", phase="adoption", does="goes on with a stop that its predecessor had on record"
+)
 def test_a_wish_outlives_the_supervisor() -> None:
     case = Case().to_stopping()
     again = case.reopened()
@@ -1121,6 +1193,7 @@ def test_an_interrupt_without_a_stop_before_it_is_a_stop() -> None:
     assert case.acts == [ev.Send("stop", {"id": "stop-1", "at": "now"})]
 
 
+@pytest.mark.fault("SV-20", phase="any", does="takes a kill in every phase, also while it stops")
 @each_place
 def test_kill_anywhere_ends_forced(place: str) -> None:
     case = PLACES[place]()
@@ -1200,6 +1273,9 @@ def test_a_restart_ends_the_wait() -> None:
     assert case.deadline() is None
 
 
+@pytest.mark.fault(
+    "SV-39", phase="loading", does="gives the operator's restart its attempt, whatever was spent"
+)
 def test_a_restart_gets_its_attempt_even_if_the_budget_is_spent_meanwhile() -> None:
     case = Case(rules=replace(RULES, deaths=1)).to_loading()
     case.ask("restart")
@@ -1208,6 +1284,9 @@ def test_a_restart_gets_its_attempt_even_if_the_budget_is_spent_meanwhile() -> N
     assert case.acts == [ev.Reply("r1", "done", "", {"attempt": 2})]
 
 
+@pytest.mark.fault(
+    "SV-31", phase="stopping", does="lets a stop win over a restart that is under way"
+)
 def test_a_stop_overtakes_a_restart() -> None:
     case = Case().to_running()
     case.ask("restart", "r1")
@@ -1227,6 +1306,9 @@ def test_a_restart_during_a_stop_is_told_so() -> None:
 # --- checkpoints on request ---
 
 
+@pytest.mark.fault(
+    "SV-22", phase="running", does="gives each request an id, and answers it with a step"
+)
 def test_a_checkpoint_is_asked_for_seen_and_answered() -> None:
     case = Case().to_running()
     assert case.ask("checkpoint", "c1") == [ev.Send("checkpoint", {"id": "c1", "at": "now"})]
@@ -1254,6 +1336,9 @@ def test_a_checkpoint_at_the_next_boundary_waits_for_the_one_that_names_it() -> 
     assert case.acts == [ev.Verify(100), ev.Reply("c1", "done", "", {"step": 100})]
 
 
+@pytest.mark.fault(
+    "SV-22", phase="running", does="tries the signal when nobody has seen the message"
+)
 def test_an_unseen_request_falls_back_to_the_signal_and_is_answered_without_its_name() -> None:
     case = Case().to_running()
     case.ask("checkpoint", "c1")
@@ -1302,6 +1387,9 @@ def test_a_request_during_a_stop_goes_to_the_trainer_too() -> None:
     assert case.acts[-1] == ev.Reply("c1", "done", "", {"step": 7})
 
 
+@pytest.mark.fault(
+    "SV-22", phase="running", does="refuses with the cause what a dead trainer can no longer save"
+)
 def test_a_request_is_refused_when_the_trainer_dies() -> None:
     case = Case().to_running()
     case.ask("checkpoint", "c1")
@@ -1339,6 +1427,9 @@ def test_a_signal_asks_for_a_checkpoint_and_gets_no_reply() -> None:
     assert case.signal("checkpoint", "signal-usr1-2") == []
 
 
+@pytest.mark.fault(
+    "SV-65", phase="running", does="carries one id out once, however often it is asked for"
+)
 @pytest.mark.parametrize("verb", ["checkpoint", "stop", "restart"])
 def test_one_id_is_carried_out_once_while_it_waits(verb: str) -> None:
     case = Case().to_running()
@@ -1348,6 +1439,9 @@ def test_one_id_is_carried_out_once_while_it_waits(verb: str) -> None:
     assert case.state == before
 
 
+@pytest.mark.fault(
+    "SV-65", phase="adoption", does="gives one id the answer on record, also in its next life"
+)
 def test_one_id_gets_one_answer_also_from_the_next_life() -> None:
     case = Case().to_running()
     case.ask("checkpoint", "c1")
@@ -1422,6 +1516,9 @@ def test_a_pause_that_nobody_wants_is_ended() -> None:
 # --- taking over ---
 
 
+@pytest.mark.fault(
+    "SV-3", phase="adoption", does="takes a trainer over that outlived its supervisor"
+)
 def test_a_trainer_that_outlived_the_supervisor_is_adopted() -> None:
     case = Case().to_running(base=100).reopened()
     assert case.open("run", ours()) == [
@@ -1437,12 +1534,18 @@ def test_a_trainer_that_outlived_the_supervisor_is_adopted() -> None:
     assert case.state.step == 130
 
 
+@pytest.mark.fault(
+    "SV-32", phase="adoption", does="adopts what its predecessor started and could not record"
+)
 def test_what_was_spawned_and_never_recorded_is_adopted_too() -> None:
     case = Case().to_spawning().reopened()
     case.open("run", ours())
     assert case.acts == [ev.Adopt(PID)]
 
 
+@pytest.mark.fault(
+    "SV-75", phase="adoption", does="counts an unknown exit as a death, and never as a success"
+)
 def test_a_trainer_that_died_with_the_supervisor_is_reaped_first() -> None:
     case = Case().to_running().reopened()
     case.open(None)
@@ -1453,6 +1556,7 @@ def test_a_trainer_that_died_with_the_supervisor_is_reaped_first() -> None:
     assert case.place == ("backoff", "")
 
 
+@pytest.mark.fault("SV-33", phase="adoption", does="takes 'it has gone' for a death like any other")
 def test_an_adoption_that_comes_too_late_is_a_death() -> None:
     case = Case().to_running().reopened()
     case.open(None, ours())
@@ -1481,6 +1585,11 @@ def test_a_worker_that_outlived_its_trainer_is_reaped_and_not_a_stranger() -> No
     assert case.acts == [ev.Reap()]
 
 
+@pytest.mark.fault(
+    "SV-35",
+    phase="stopping",
+    does="says which process does not end, is stuck, and starts no second",
+)
 def test_what_holds_the_lock_after_the_death_is_stuck() -> None:
     case = Case().to_running()
     case.ask("restart", "r1")

@@ -512,3 +512,152 @@ def test_an_audit_of_a_policy_that_was_left_does_not_come_back(desk: Desk) -> No
     assert desk.pump() == ""
     desk.commit()
     assert [row["text"] for row in desk.samples()] == ["new"]
+
+
+# --- epochs ---------------------------------------------------------------------------------------
+
+
+def checkpoint_of(step: int, epoch: int | None) -> Json:
+    """What the helper tells of a verified checkpoint."""
+    return {
+        "step": step,
+        "epoch": epoch,
+        "policy_digest": f"policy {epoch}",
+        "targets_seen": 10 * step,
+        "bandit": {"kind": "ducb", "pulls": step},
+        "arms": {"prose": {"pulls": step}},
+    }
+
+
+def state_of(desk: Desk) -> Json:
+    found: Json = json.loads(desk.directory.state.read_bytes())
+    return found
+
+
+def test_an_epoch_begins_with_empty_samples_and_a_fresh_state(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, audit(0, "old"), *(entry(step) for step in range(1, 5)), audit(4, "old too"))
+    desk.pump()
+    desk.recorder.remember_bandit(checkpoint_of(4, 1))
+    desk.commit()
+    desk.recorder.begin_epoch(2, 4, "d2")
+    assert desk.unsynced(), "to be written with the next commit"
+    assert desk.recorder.epoch == 2
+    desk.commit()
+    assert desk.samples() == []
+    assert state_of(desk) == {
+        "step": 4,
+        "epoch": 2,
+        "policy_digest": "d2",
+        "targets_seen": None,
+        "bandit": {},
+        "arms": {},
+    }
+
+
+def test_an_epoch_that_goes_on_loses_nothing(desk: Desk) -> None:
+    """Every start of a supervisor begins the ruling epoch again."""
+    desk.recorder.begin_epoch(2, 4, "d2")
+    desk.recorder.follow(2, 4, 2)
+    new = AuditLine(5, 1.0, 2, 2, [{"prompt": "The ", "text": "new"}], {"prose": 1.0})
+    desk.write(2, Entry(5, 2.0, attempt=2, epoch=2), new)
+    desk.pump()
+    desk.recorder.remember_bandit(checkpoint_of(5, 2))
+    desk.commit()
+    samples, state = desk.samples(), state_of(desk)
+    assert (len(samples), state["bandit"]) == (1, {"kind": "ducb", "pulls": 5})
+    desk.reopen()
+    desk.recorder.begin_epoch(2, 4, "d2")
+    assert not desk.unsynced(), "there is nothing to write"
+    desk.commit()
+    assert (desk.samples(), state_of(desk)) == (samples, state)
+
+
+def test_of_mixed_samples_those_of_the_ruling_epoch_stay(desk: Desk) -> None:
+    rows = [
+        {"step": 3, "epoch": 1, "text": "old"},
+        {"step": 4, "text": "of a version that did not say so"},
+        {"step": 5, "epoch": 2, "text": "new"},
+    ]
+    desk.directory.samples.write_text(json.dumps(rows))
+    desk.reopen()
+    desk.recorder.begin_epoch(2, 3, "d2")
+    desk.commit()
+    assert [row["step"] for row in desk.samples()] == [4, 5]
+
+
+def test_without_a_state_none_is_made_up(desk: Desk) -> None:
+    desk.recorder.begin_epoch(2, 3, "d2")
+    assert not desk.unsynced()
+    assert not desk.directory.state.exists()
+
+
+def test_the_bandit_of_a_policy_that_was_left_is_not_shown(desk: Desk) -> None:
+    """The base of a pivot is verified after the switch too: what it holds belongs to the epoch
+    before, and must not come back as the state of the new one."""
+    desk.recorder.begin_epoch(2, 4, "d2")
+    desk.recorder.remember_bandit(checkpoint_of(4, 1))
+    assert not desk.unsynced()
+    desk.recorder.remember_bandit(checkpoint_of(8, 2))
+    desk.commit()
+    assert (state_of(desk)["step"], state_of(desk)["epoch"]) == (8, 2)
+    # A trainer that knows of no epochs has one bandit only.
+    desk.recorder.remember_bandit(checkpoint_of(9, None))
+    desk.commit()
+    assert state_of(desk)["step"] == 9
+
+
+def test_what_is_stored_waits_for_the_next_commit(desk: Desk) -> None:
+    path = desk.directory.run_file
+    desk.recorder.store(path, b"first\n")
+    assert desk.unsynced()
+    assert not path.exists()
+    desk.recorder.store(path, b"second\n")
+    desk.commit()
+    assert path.read_bytes() == b"second\n"
+    assert not desk.unsynced()
+
+
+def test_the_history_ends_at_the_base_until_the_new_epoch_has_a_step(desk: Desk) -> None:
+    """After a rollback the steps above the base are a branch that was left: no resume may count on
+    them, and they stay in the file."""
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, *(entry(step) for step in range(1, 9)))
+    desk.pump()
+    desk.commit()
+    assert desk.recorder.history_step == 8
+    desk.recorder.begin_epoch(2, 5, "d2")
+    assert desk.recorder.history_step == 5
+    desk.recorder.follow(2, 5, 2)
+    desk.write(2, Entry(6, 9.0, attempt=2, epoch=2))
+    desk.pump()
+    assert desk.recorder.history_step == 6
+    assert desk.recorder.verified_steps == 0, "another epoch is appended and not compared"
+    assert desk.commit() == [], "and its first step is no divergence"
+    assert desk.steps() == [*((step, 1) for step in range(1, 9)), (6, 2)]
+
+
+def test_a_base_beyond_the_history_adds_no_step(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, entry(1), entry(2))
+    desk.pump()
+    desk.recorder.begin_epoch(2, 5, "d2")
+    assert desk.recorder.history_step == 2
+
+
+def test_a_pivot_at_the_end_of_the_history_leaves_nothing_behind(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, *(entry(step) for step in range(1, 5)))
+    desk.pump()
+    desk.recorder.begin_epoch(2, 4, "d2")
+    assert desk.recorder.history_step == 4
+    desk.reopen()
+    assert desk.recorder.history_step == 4
+    desk.recorder.begin_epoch(2, 4, "d2")
+    assert desk.recorder.history_step == 4
+
+
+def test_an_empty_history_ends_at_zero_in_any_epoch(desk: Desk) -> None:
+    assert desk.recorder.history_step == 0
+    desk.recorder.begin_epoch(3, 7, "d3")
+    assert desk.recorder.history_step == 0

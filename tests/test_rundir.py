@@ -41,6 +41,9 @@ def test_making_the_paths_touches_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.fault(
+    "SV-66", phase="starting", does="makes the directory owner-only before anything is in it"
+)
 def test_a_run_directory_is_for_its_owner_only(directory: RunDirectory) -> None:
     directory.create()  # harmless where it exists
     for path in (directory.path, *directory.path.iterdir()):
@@ -84,6 +87,9 @@ def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 # --- the lock -------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(
+    "SV-73", phase="running", does="keeps its lock from every process that it starts"
+)
 def test_an_owner_is_named_and_readers_do_not_disturb_it(directory: RunDirectory) -> None:
     assert lock_holder(directory.lock) is None
     fd = take_lock(directory)
@@ -97,6 +103,10 @@ def test_an_owner_is_named_and_readers_do_not_disturb_it(directory: RunDirectory
     assert lock_holder(directory.lock) is None
 
 
+@pytest.mark.fault(
+    "SV-69", phase="starting", does="asks the lock and not the file: what a crash left bars nobody"
+)
+@pytest.mark.fault("FC-80", phase="starting", does="takes a lock file over that nobody holds")
 def test_fc80_a_stale_lock_is_taken_over(directory: RunDirectory) -> None:
     """A lock file outlived a crash and blocked every later start (ChrisCummins/clgen #116)."""
     directory.lock.write_bytes(orjson.dumps({"pid": 1, "host": "gone", "started": "long ago"}))
@@ -120,6 +130,9 @@ def test_an_owner_that_was_killed_holds_nothing(directory: RunDirectory) -> None
         os.close(take_lock(directory))
 
 
+@pytest.mark.fault(
+    "SV-69", phase="starting", does="refuses by the lock, whatever garbage the file holds"
+)
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": "x"}', b'{"pid": 1}'])
 def test_a_hint_that_is_none_does_not_hide_the_refusal(
     directory: RunDirectory, content: bytes, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +146,9 @@ def test_a_hint_that_is_none_does_not_hide_the_refusal(
     os.close(fd)
 
 
+@pytest.mark.fault(
+    "SV-73", phase="starting", does="names the process that holds the lock, not the one in the file"
+)
 def test_the_name_of_the_owner_before_is_not_given_for_this_one(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +176,12 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.fault(
+    "SV-56", phase="starting", does="gives fifty simultaneous starts exactly one owner"
+)
+@pytest.mark.fault(
+    "FC-81", phase="starting", does="gives fifty simultaneous starts exactly one owner"
+)
 def test_fc81_fifty_starts_at_once_give_one_owner(directory: RunDirectory) -> None:
     """Two trainings in one directory overwrote each other (deepinv/deepinv PR 550,
     TheCacophonyProject/classifier-pipeline #14)."""

@@ -371,11 +371,17 @@ def tally() -> Tally:
     return simulate_all(range(SEEDS))
 
 
+@pytest.mark.fault(
+    "SV-30", phase="any", does="holds its promises under 5,000 random orders of events and faults"
+)
 def test_every_cell_that_can_be_reached_is_and_no_other(tally: Tally) -> None:
     assert set(tally.cells) <= HANDLED
     assert HANDLED - set(tally.cells) <= set(UNREACHED)
 
 
+@pytest.mark.fault(
+    "SV-30", phase="any", does="is asked for everything in every phase and stage of those orders"
+)
 def test_requests_come_in_every_phase_and_stage(tally: Tally) -> None:
     places = {(phase, stage) for phase, stage, _ in tally.requests}
     assert places == {*WAITING, *((phase, "") for phase in TERMINAL)}

@@ -51,6 +51,9 @@ def test_last_lines_end_where_they_are_told(tmp_path: Path) -> None:
     assert last_lines(path, 1, end=5) == ["t"]
 
 
+@pytest.mark.fault(
+    "SV-49", phase="any", does="shows the output of a program, whatever bytes it is made of"
+)
 def test_bytes_of_any_kind_are_read(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"\xff\xfe ok\n\x07\r\n")
@@ -80,6 +83,9 @@ def test_a_log_line_says_when_and_who(tmp_path: Path) -> None:
     assert line.endswith(f"Z [{os.getpid()}] hello")
 
 
+@pytest.mark.fault(
+    "SV-54", phase="running", does="goes on without a log, counts what it lost, and says so later"
+)
 def test_lines_that_are_lost_are_counted(tmp_path: Path) -> None:
     log = Log(tmp_path / "later" / "log")
     for _ in range(3):

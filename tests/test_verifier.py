@@ -576,6 +576,7 @@ def has_open(pid: int, name: str) -> bool:
     return False
 
 
+@pytest.mark.fault("SV-53", phase="any", does="leaks no descriptor over twenty lives of its helper")
 def test_twenty_lives_leave_no_descriptor_and_no_zombie(run: Path) -> None:
     write(run, 100)
     verifier = Verifier(run)

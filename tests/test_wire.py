@@ -185,6 +185,9 @@ GARBAGE = [
 ]
 
 
+@pytest.mark.fault(
+    "SV-67", phase="running", does="counts and drops what is no message of a known shape"
+)
 def test_garbage_from_a_trainer_is_counted_and_dropped(ends: Ends) -> None:
     ends.wire.expect(3, NONCE)
     trainer = ends.trainer()
@@ -195,6 +198,9 @@ def test_garbage_from_a_trainer_is_counted_and_dropped(ends: Ends) -> None:
     assert ends.hear() == [FromTrainer("hello", LIFE | HELLO)]
 
 
+@pytest.mark.fault(
+    "SV-67", phase="running", does="takes no message beyond its limit, and serves the others"
+)
 @pytest.mark.parametrize("end", [Ends.trainer, Ends.operator])
 def test_an_oversized_frame_ends_its_connection_only(
     ends: Ends, end: Callable[[Ends], zmq.Socket[bytes]]
@@ -224,6 +230,7 @@ def test_a_request_is_answered_to_whoever_asked(ends: Ends) -> None:
     assert reply(one) == {"id": "a", "outcome": "refused", "why": "no", "result": {}}
 
 
+@pytest.mark.fault("SV-62", phase="running", does="answers each of two that ask under one id")
 def test_two_that_ask_under_one_id_are_both_answered_and_once(ends: Ends) -> None:
     operators = [ends.operator(), ends.operator()]
     for operator in (*operators, operators[0]):
@@ -238,6 +245,9 @@ def test_two_that_ask_under_one_id_are_both_answered_and_once(ends: Ends) -> Non
         assert not operator.poll(50)
 
 
+@pytest.mark.fault(
+    "SV-67", phase="running", does="knows a fixed list of verbs, and refuses others by name"
+)
 def test_garbage_from_an_operator_is_refused_with_the_reason(ends: Ends) -> None:
     operator = ends.operator()
     operator.send(contract.encode_message("dance", id="x"))
@@ -266,6 +276,9 @@ def test_clients_that_never_get_an_answer_are_forgotten(
     assert not operator.poll(50)
 
 
+@pytest.mark.fault(
+    "SV-62", phase="running", does="drops a reply to who has left, and answers the next"
+)
 def test_an_answer_to_someone_who_left_is_dropped(ends: Ends) -> None:
     operator = ends.operator()
     operator.send(contract.encode_message("stop", id="gone"))
@@ -293,6 +306,10 @@ def test_one_wake_up_is_bounded(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> 
 # --- the sockets ----------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(
+    "SV-66", phase="starting", does="binds inside a directory that is owner-only already"
+)
+@pytest.mark.fault("SV-57", phase="stopping", does="takes its sockets with it when it ends")
 def test_only_the_owner_reaches_the_sockets_and_they_go_with_their_supervisor(
     tmp_path: Path,
 ) -> None:
@@ -304,6 +321,9 @@ def test_only_the_owner_reaches_the_sockets_and_they_go_with_their_supervisor(
     assert list(sockets.iterdir()) == []
 
 
+@pytest.mark.fault(
+    "SV-57", phase="starting", does="binds over the socket files that a killed one left"
+)
 def test_sockets_of_a_killed_supervisor_are_taken_over(tmp_path: Path) -> None:
     sockets = tmp_path / contract.SOCKETS
     sockets.mkdir()
