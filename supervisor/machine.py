@@ -307,10 +307,9 @@ def _broken(turn: Turn, event: ev.Event) -> None:
 
 def _tick(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Ticked)
-    due = turn.state.deadline is not None and turn.now >= turn.state.deadline
     vigil.watch(turn, event)
     state = turn.state
-    if not due or state.deadline is None:
+    if state.deadline is None or turn.now < state.deadline:
         return
     match state.phase:
         case "backoff":
