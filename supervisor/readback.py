@@ -126,13 +126,7 @@ def _read_manifest(path: Path, cold: bool) -> Manifest:
                 f"{path.name}: {size_bytes} bytes, more than the limit of {MANIFEST_BYTES_MAX}"
             )
         raw = b"".join(bytes(chunk) for chunk in _chunks(descriptor, size_bytes, cold, path.name))
-    try:
-        return parse_manifest(raw, path.name)
-    except ContractError:
-        raise
-    except (ValueError, TypeError) as error:
-        # Foreign bytes: a digest that is not hexadecimal, nesting deeper than orjson can write.
-        raise ContractError(f"{path.name}: {error}") from error
+    return parse_manifest(raw, path.name)
 
 
 def _check_origin(manifest: Manifest, step: int, run_id: str, lineage: Lineage, where: str) -> None:

@@ -165,12 +165,12 @@ def _log_of(directory: Path, attempt: int | None) -> Path:
 def samples(run: str | None, as_json: bool, count: int) -> int:
     """What the model writes: the newest sample audits."""
     from supervisor.contract import samples_name
-    from supervisor.rundir import read_json
+    from supervisor.sidecars import read_samples
     from supervisor.tail import printable
 
     directory = find(run)
-    name = (_status_of(directory) or {}).get("run", directory.name)
-    rows = (read_json(directory / samples_name(name)) or [])[-count:] if count > 0 else []
+    name = (_status_of(directory) or {}).get("run") or directory.name
+    rows = read_samples(directory / samples_name(name))[-count:] if count > 0 else []
     if as_json:
         print_json({"schema_version": 1, "samples": rows})
         return 0
@@ -181,7 +181,7 @@ def samples(run: str | None, as_json: bool, count: int) -> int:
 
 
 def _status_of(directory: Path) -> Json | None:
-    from supervisor.rundir import read_status
+    from supervisor.sidecars import read_status
 
     return read_status(directory)
 

@@ -22,8 +22,6 @@ from supervisor.rundir import (
     find_run,
     list_runs,
     lock_holder,
-    read_json,
-    read_status,
     take_lock,
     take_trainer_lock,
 )
@@ -263,28 +261,6 @@ def test_what_is_not_found_is_answered_with_what_there_is(runs: Path, tmp_path: 
         find_run("dora", tmp_path / "empty")
     with pytest.raises(RunError, match="supervisor start --config FILE"):
         find_run(None, tmp_path / "empty")
-
-
-# --- sidecars -------------------------------------------------------------------------------------
-
-
-def test_a_sidecar_is_absent_or_whole_or_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    assert read_json(path) is None
-    path.write_text("[1]")
-    assert read_json(path) == [1]
-    path.write_text("[1")
-    with pytest.raises(RunError, match=r"x\.json: not valid JSON"):
-        read_json(path)
-
-
-def test_a_status_is_an_object(tmp_path: Path) -> None:
-    assert read_status(tmp_path) is None
-    (tmp_path / contract.STATUS_FILE).write_text('{"phase": "running"}')
-    assert read_status(tmp_path) == {"phase": "running"}
-    (tmp_path / contract.STATUS_FILE).write_text("[]")
-    with pytest.raises(RunError, match="expected an object"):
-        read_status(tmp_path)
 
 
 def test_whoever_stands_inside_is_not_moved_by_a_rename(

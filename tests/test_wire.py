@@ -306,7 +306,7 @@ def test_only_the_owner_reaches_the_sockets_and_they_go_with_their_supervisor(
 
 def test_sockets_of_a_killed_supervisor_are_taken_over(tmp_path: Path) -> None:
     sockets = tmp_path / contract.SOCKETS
-    sockets.mkdir()
+    sockets.mkdir(mode=0o700)
     (sockets / contract.OPERATOR_SOCKET).touch()
     ends = Ends(tmp_path)
     operator = ends.operator()
