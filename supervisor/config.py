@@ -192,7 +192,12 @@ def _split(overrides: Iterable[str]) -> tuple[dict[str, str], list[Problem]]:
     malformed = []
     for text in overrides:
         key, equals, value = text.partition("=")
-        if equals and all(key.strip().split(".")) and key.count(".") < KEY_PARTS_MAX:
+        if (
+            equals
+            and key.isascii()
+            and all(key.strip().split("."))
+            and key.count(".") < KEY_PARTS_MAX
+        ):
             assignments[key.strip()] = value.strip()
         else:
             malformed.append(Problem("--set", text, None, "the form section.key=value"))
@@ -289,6 +294,8 @@ def _validate(tree: Mapping[str, Any]) -> tuple[Settings, list[_Mistake]]:
             found = _mistakes(error, valid)
             mistakes = mistakes or found
             valid = _without(valid, [mistake.path for mistake in found])
+            if valid is None:  # not one table was sound, such as under a key that is no text
+                return Settings(), mistakes
     wrong = [mistake.path for mistake in mistakes]
     for paths, value, expected in broken_rules(settings):
         if not any(_overlap(path, other) for path in paths for other in wrong):

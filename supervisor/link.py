@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -60,8 +61,8 @@ def life_from_environment(environment: Mapping[str, str]) -> Life | None:
 
     def integer(name: str) -> int:
         text = environment.get(name, "")
-        if not text.isdecimal():
-            raise ContractError(f"environment {name}: expected a number, got {text!r}")
+        if re.fullmatch("[0-9]{1,10}", text) is None:
+            raise ContractError(f"environment {name}: expected a number, got {text[:80]!r}")
         return int(text)
 
     def text(name: str) -> str:
