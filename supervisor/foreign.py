@@ -113,6 +113,11 @@ def number(value: Any, where: str) -> int | float:
 def text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise ContractError(f"{where}: expected text, got {shown(value)}")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ContractError(f"{where}: not Unicode text ({error.reason})") from error
     return value
 
 

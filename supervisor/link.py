@@ -9,6 +9,8 @@ Invariants:
   cannot be sent is dropped, because the receipts say the same. What somebody waits for, the hello
   and the newest `saved`, is sent once there is a supervisor to hear it.
 - A signal handler only sets a flag. Requests are looked at where the trainer polls.
+- The link is of the process that made it. In one that was forked off it, such as a loader of data,
+  it says and hears nothing.
 """
 
 from __future__ import annotations
@@ -190,6 +192,8 @@ class Link:
 
     def record(self, receipt: Receipt) -> None:
         """Appends one line. Raises OSError where the file cannot take it whole."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"only process {self._pid}, which made the link, records steps")
         line = contract.encode_receipt(receipt)
         if self._receipts_bytes + len(line) > self._preallocated_bytes:
             preallocate(self._receipts_fd, self._receipts_bytes, PREALLOCATED_BYTES)
@@ -249,7 +253,7 @@ class Link:
 
     def poll(self) -> None:
         """Takes in every message that has arrived. Costs about a microsecond when none has."""
-        if self._socket is None:
+        if self._socket is None or os.getpid() != self._pid:
             return
         for verb, content in list(self._owed.items()):
             self._say(verb, content)
@@ -353,7 +357,7 @@ class Link:
             self._owed[verb] = content
 
     def _send(self, verb: str, **content: Any) -> bool:
-        if self._socket is None:
+        if self._socket is None or os.getpid() != self._pid:
             return False
         message = contract.encode_message(
             verb, attempt=self.life.attempt, nonce=self.life.nonce, **content

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +86,15 @@ class RunDirectory:
         self.logs = path / contract.LOGS
 
     def create(self) -> None:
-        """Makes the directories, owner-only. Raises RunError on a network file system."""
+        """Makes the directories, owner-only. Raises RunError on a network file system, and where
+        others may put files of theirs in the place of ours."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = stat.S_IMODE(self.path.stat().st_mode)
+        if mode & 0o022:
+            raise RunError(
+                f"{self.path}: mode {mode:04o}, so others may write in it; expected a run directory"
+                f" that only its owner writes in: chmod go-w {self.path}"
+            )
         kind = file_system(self.path)
         if kind in _NETWORK_FILE_SYSTEMS:
             raise RunError(

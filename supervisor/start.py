@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -37,6 +38,7 @@ from supervisor.state import Durable, Rules, fold
 from supervisor.tail import printable
 
 DETACH_SECONDS: Final = 60.0
+DESCRIPTORS: Final = 8192
 SAMPLES_SHOWN: Final = 3
 
 
@@ -75,6 +77,7 @@ def resume_directory(directory: Path, environment: Mapping[str, str], request: R
 
 
 def _supervise(settings: Settings, environment: Mapping[str, str], request: Request) -> int:
+    _allow_many_clients()
     directory = RunDirectory(Path(settings.run.directory), settings.run.name)
     if request.wish != "stop":
         _check_supported(settings)
@@ -104,6 +107,14 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         if lock_fd >= 0:
             os.close(lock_fd)
         signals.close()
+
+
+def _allow_many_clients() -> None:
+    """Each client is a descriptor of ours, and the usual limit of 1024 leaves few for the run."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _check_supported(settings: Settings) -> None:

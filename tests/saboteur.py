@@ -9,8 +9,8 @@ the step stands in for training. Steps and cadence come from run.toml. Run by th
   and gone (after it). Names: kill, segv, deaf, exitN (leaves with code N, and says so in its exit
   line), crashN (leaves with code N without a word), wrong (another loss than last time), gap (skips
   a step), restless (does not wait once it has paused), stray (leaves a process behind that holds
-  the lock), and torn:STAGE, a kill inside the publication of this step's checkpoint, for the stages
-  of `checkpoint_kit.publish`.
+  the lock), unsignalled (no signal reaches it), and torn:STAGE, a kill inside the publication of
+  this step's checkpoint, for the stages of `checkpoint_kit.publish`.
 - SABOTEUR_GATE: a file with a number; training is held at that step until the file says more.
 - SABOTEUR_MUTE: anything; it has no link then and knows only signals.
 - SABOTEUR_PAUSE: how many seconds it waits for the word to exit.
@@ -194,6 +194,9 @@ class Saboteur:
                 )
                 while True:
                     signal.pause()
+            elif name == "unsignalled":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             elif name == "stray":
                 leave_stray(self.life.lock_fd)
             elif name.startswith("exit"):
