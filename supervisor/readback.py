@@ -104,7 +104,7 @@ def verify(
     """
     try:
         if found.manifest is not None:
-            manifest = _read_manifest(found.manifest, cold)
+            manifest = read_manifest(found.manifest, cold)
             _check_origin(manifest, found.step, run_id, lineage, found.manifest.name)
         elif bare_allowed:
             manifest = None
@@ -119,7 +119,8 @@ def verify(
         raise Damaged(found.step, f"cannot be read: {error}") from error
 
 
-def _read_manifest(path: Path, cold: bool) -> Manifest:
+def read_manifest(path: Path, cold: bool) -> Manifest:
+    """Raises ContractError where it is none, OSError where it cannot be read."""
     with _opened(path) as (descriptor, size_bytes):
         if size_bytes > MANIFEST_BYTES_MAX:
             raise ContractError(

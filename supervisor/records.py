@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cache
 from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 from supervisor.contract import ContractError, Json
@@ -325,7 +326,7 @@ def record_from_json(line: Json) -> Record | None:
         return None
     where = f"journal record {line.get('record')} {line.get('seq')}"
     values = {}
-    for name, (kind, required) in _FIELDS[cls].items():
+    for name, (kind, required) in _fields_of(cls).items():
         if name not in line:
             if required:
                 raise RecordBroken(f"{where}: no {name}")
@@ -352,7 +353,8 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-_FIELDS: Final[dict[type[Record], dict[str, tuple[Any, bool]]]] = {
-    cls: {f.name: (get_type_hints(cls)[f.name], f.default is MISSING) for f in fields(cls)}
-    for cls in RECORDS.values()
-}
+@cache
+def _fields_of(cls: Any) -> dict[str, tuple[Any, bool]]:
+    """Name -> type and whether an older journal must have it, too."""
+    kinds = get_type_hints(cls)
+    return {f.name: (kinds[f.name], f.default is MISSING) for f in fields(cls)}

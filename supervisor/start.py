@@ -30,6 +30,7 @@ from supervisor.contract import ExitCode, Json, checkpoint_size_bytes
 from supervisor.daemon import Begin, Daemon, Options
 from supervisor.journal import JournalDamaged, read
 from supervisor.progress import Reporter, number
+from supervisor.records import RecordBroken
 from supervisor.rows import LedgerDamaged
 from supervisor.rundir import LockHeld, RunDirectory, RunError, take_lock
 from supervisor.sidecars import read_samples, read_status
@@ -100,7 +101,7 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         return code
     except LockHeld as held:
         raise Refused(str(held)) from held
-    except (JournalDamaged, LedgerDamaged, RunError) as damage:
+    except (JournalDamaged, LedgerDamaged, RecordBroken, RunError) as damage:
         raise Refused(str(damage), ExitCode.FAILED) from damage
     finally:
         reporter.close()

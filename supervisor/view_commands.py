@@ -217,13 +217,13 @@ def checkpoints_list(run: str | None, as_json: bool) -> int:
 @json_option
 def checkpoints_show(step: int, run: str | None, as_json: bool) -> int:
     """One checkpoint, with its digests and where its tensors are."""
-    from supervisor.contract import checkpoint_stem, parse_manifest
+    from supervisor.contract import checkpoint_stem
     from supervisor.rundir import RunError
 
     path = find(run) / CHECKPOINTS / f"{checkpoint_stem(step)}.json"
     if not path.is_file():
         raise RunError(f"no checkpoint of step {step}: {path} is not there")
-    manifest = parse_manifest(path.read_bytes(), str(path))
+    manifest = _manifest(path)
     shown = {
         "schema_version": 1,
         "step": manifest.step,
@@ -254,9 +254,18 @@ def _found_checkpoints(directory: Path) -> list[Any]:
     return find(directory / CHECKPOINTS)
 
 
-def _checkpoint_row(found: Any) -> Json:
-    from supervisor.contract import parse_manifest
+def _manifest(path: Path) -> Any:
+    from supervisor.contract import ContractError
+    from supervisor.readback import read_manifest
+    from supervisor.rundir import RunError
 
+    try:
+        return read_manifest(path, cold=False)
+    except ContractError as error:
+        raise RunError(f"{error}; `supervisor verify` says what else is damaged") from error
+
+
+def _checkpoint_row(found: Any) -> Json:
     row: Json = {
         "step": found.step,
         "path": str(found.binary),
@@ -265,7 +274,7 @@ def _checkpoint_row(found: Any) -> Json:
         "attempt": None,
     }
     if found.manifest is not None:
-        manifest = parse_manifest(found.manifest.read_bytes(), str(found.manifest))
+        manifest = _manifest(found.manifest)
         row |= {"reason": manifest.reason, "attempt": manifest.attempt}
     return row
 

@@ -427,6 +427,7 @@ def test_a_restart_saves_and_is_answered_by_the_next_attempt(run: Run) -> None:
     assert_exact(run, 30)
 
 
+@pytest.mark.fault("SV-65", phase="running", does="carries the same request out once")
 def test_the_same_request_is_carried_out_once(run: Run) -> None:
     supervisor = run.hold(12)
     first = run.ask("checkpoint", id="once", at="now")
@@ -701,6 +702,7 @@ def shout(run: Run, socket_name: str, frames: list[list[bytes]]) -> None:
         os.close(directory)
 
 
+@pytest.mark.fault("SV-67", phase="running", does="runs nothing that a message says")
 def test_garbage_on_the_sockets_disturbs_nobody(run: Run) -> None:
     supervisor = run.hold(12)
     valid: Json = {"attempt": 1, "nonce": "0" * 16}
@@ -734,7 +736,9 @@ def test_garbage_on_the_sockets_disturbs_nobody(run: Run) -> None:
     assert_exact(run, 30)
 
 
+@pytest.mark.fault("SV-58", phase="any", does="works in a directory with a path of any length")
 def test_a_path_of_200_characters_works(tmp_path: Path) -> None:
+    """A path of more than 107 bytes fits no socket address (LMCache PR 3530, libzmq PR 1176)."""
     deep = tmp_path / ("a" * 100) / ("b" * 100)
     deep.mkdir(parents=True)
     with contextlib.closing(Run(deep)) as run:

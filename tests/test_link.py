@@ -201,6 +201,11 @@ def test_fc75_handlers_are_back_after_return_and_after_failure(life: Life) -> No
     assert dispositions() == before
 
 
+@pytest.mark.fault(
+    "FC-76",
+    phase="starting",
+    does="trains without handlers, and says so",
+)
 def test_fc76_a_thread_trains_without_handlers_and_says_so(linked: Link, server: Server) -> None:
     """Installing handlers from a thread that is not the main one failed
     (Lightning-AI/pytorch-lightning #3651)."""

@@ -646,6 +646,7 @@ def jitter(run_id: str, attempt: int) -> float:
     return 0.75 + 0.25 * word[0] / 255
 
 
+@pytest.mark.fault("SV-38", phase="backoff", does="waits before the first retry, with jitter")
 def test_a_crash_is_reaped_recorded_and_waited_out() -> None:
     case = Case().to_running()
     assert case.feed(ev.Died) == [ev.Reap()]

@@ -95,6 +95,7 @@ def test_an_owner_is_named_and_readers_do_not_disturb_it(directory: RunDirectory
     assert lock_holder(directory.lock) is None
 
 
+@pytest.mark.fault("FC-80", phase="starting", does="takes over a lock file that outlived its owner")
 def test_fc80_a_stale_lock_is_taken_over(directory: RunDirectory) -> None:
     """A lock file outlived a crash and blocked every later start (ChrisCummins/clgen #116)."""
     directory.lock.write_bytes(orjson.dumps({"pid": 1, "host": "gone", "started": "long ago"}))
@@ -103,6 +104,7 @@ def test_fc80_a_stale_lock_is_taken_over(directory: RunDirectory) -> None:
     os.close(fd)
 
 
+@pytest.mark.fault("SV-73", phase="starting", does="finds the owner of the lock in the kernel")
 def test_an_owner_that_was_killed_holds_nothing(directory: RunDirectory) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", _OWNER, str(directory.path)],

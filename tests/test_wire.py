@@ -293,6 +293,7 @@ def test_one_wake_up_is_bounded(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> 
 # --- the sockets ----------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("SV-66", phase="any", does="keeps its sockets in a directory of mode 0700")
 def test_only_the_owner_reaches_the_sockets_and_they_go_with_their_supervisor(
     tmp_path: Path,
 ) -> None:
@@ -304,6 +305,7 @@ def test_only_the_owner_reaches_the_sockets_and_they_go_with_their_supervisor(
     assert list(sockets.iterdir()) == []
 
 
+@pytest.mark.fault("SV-57", phase="starting", does="takes over socket files that were left behind")
 def test_sockets_of_a_killed_supervisor_are_taken_over(tmp_path: Path) -> None:
     sockets = tmp_path / contract.SOCKETS
     sockets.mkdir(mode=0o700)
