@@ -3,6 +3,7 @@
 The map. A module imports only from its own layer and those before it. A trainer may import
 contract, config, curriculum and link; nothing of `trainer` is imported here.
 
+    0  foreign.py              bytes from somebody else: bounded, then checked
     0  contract.py             the words and shapes that cross a process boundary
     0  records.py              what the journal keeps
     0  events.py               what the machine hears and speaks
@@ -33,6 +34,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     3  ledger.py               the history: append-only, repaired on opening
     3  journal.py              rare facts, one checksummed line each
     3  rundir.py               the run directory: where things are, who owns it
+    3  sidecars.py             status, samples, state, training, as their readers get them
     3  recorder.py             receipts into the ledger and the sidecars
     3  readback.py             one checkpoint, proven from the device
     3  checkpoints.py          find, select, set aside, retain

@@ -27,6 +27,9 @@ from supervisor.terminal import complain
 
 def main() -> int:
     """Runs one command and returns its exit code."""
+    from supervisor.journal import JournalDamaged
+    from supervisor.records import RecordBroken
+    from supervisor.rows import LedgerDamaged
     from supervisor.rundir import RunError
 
     try:
@@ -41,6 +44,8 @@ def main() -> int:
         return int(ExitCode.FORCED)
     except RunError as error:
         return complain(str(error), ExitCode.USAGE)
+    except (JournalDamaged, LedgerDamaged, RecordBroken) as error:
+        return complain(str(error), ExitCode.FAILED)
     except Exception:
         # Whatever gets here is our mistake or a machine that fails us: say all we know, with the
         # one exit code that tells a service manager to start us again.

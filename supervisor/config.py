@@ -27,7 +27,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from supervisor.changes import Change, Comparison, accept, compare
-from supervisor.contract import INT32_MAX, Json, canonical, digest
+from supervisor.contract import INT32_MAX, ContractError, Json, canonical, digest
+from supervisor.foreign import check_depth
 from supervisor.schema import (
     BYTES_VOCABULARY,
     PRESETS,
@@ -65,11 +66,16 @@ __all__ = [
     "parse",
     "parse_toml",
     "policy_digest",
+    "read",
     "read_toml",
     "resolve",
+    "tables",
 ]
 
 ENVIRONMENT_PREFIX: Final = "SUPERVISOR_"
+FILE_BYTES_MAX: Final = 1024 * 1024
+LINE_DOTS_MAX: Final = 200
+KEY_PARTS_MAX: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +151,40 @@ def parse(tree: Mapping[str, Any], where: str) -> Settings:
 
 def parse_toml(text: str, where: str) -> Settings:
     """Settings out of what `dump` wrote. Raises ConfigError."""
-    return parse(tomllib.loads(text), where)
+    return parse(tables(text.encode(), where), where)
 
 
 def read_toml(file: Path) -> Json:
     """The tables of a file, unchecked. Raises ConfigError where it is no TOML."""
+    return tables(read(file), str(file))
+
+
+def read(file: Path) -> bytes:
+    """The content of a file of settings. Raises ConfigError where it cannot be read."""
     try:
-        return tomllib.loads(file.read_bytes().decode())
-    except OSError as error:
-        expected = f"a file that can be read ({error.strerror})"
+        with file.open("rb") as stream:
+            return stream.read(FILE_BYTES_MAX + 1)
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
+        expected = f"a file that can be read ({error})"
+    raise ConfigError([Problem(str(file), "the whole", None, expected)])
+
+
+def tables(raw: bytes, where: str) -> Json:
+    """The tables of a text, unchecked. Raises ConfigError where it is no TOML, or a TOML that
+    takes tomllib minutes and gigabytes: a key of many parts costs the square of their number."""
+    try:
+        if len(raw) > FILE_BYTES_MAX:
+            raise ContractError(f"more than {FILE_BYTES_MAX} bytes")
+        if max(line.count(b".") for line in raw.split(b"\n")) > LINE_DOTS_MAX:
+            raise ContractError(f"a line with more than {LINE_DOTS_MAX} dots; break it")
+        found = tomllib.loads(raw.decode())
+        check_depth(found, "the tables")
+        return found
+    except RecursionError:
+        expected = "TOML that is not nested so deep"
     except ValueError as error:  # TOMLDecodeError names line and column, UnicodeDecodeError a byte
         expected = f"TOML in UTF-8 ({error})"
-    raise ConfigError([Problem(str(file), "the whole", None, expected)])
+    raise ConfigError([Problem(where, "the whole", None, expected)])
 
 
 def _split(overrides: Iterable[str]) -> tuple[dict[str, str], list[Problem]]:
@@ -164,7 +192,12 @@ def _split(overrides: Iterable[str]) -> tuple[dict[str, str], list[Problem]]:
     malformed = []
     for text in overrides:
         key, equals, value = text.partition("=")
-        if equals and all(key.strip().split(".")):
+        if (
+            equals
+            and key.isascii()
+            and all(key.strip().split("."))
+            and key.count(".") < KEY_PARTS_MAX
+        ):
             assignments[key.strip()] = value.strip()
         else:
             malformed.append(Problem("--set", text, None, "the form section.key=value"))
@@ -178,7 +211,7 @@ def _environment_assignments(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         short.lower().replace("__", "."): environment[name]
         for name, short in names.items()
-        if short != name and all(short.split("__")) and "__" in short
+        if short != name and all(short.split("__")) and 1 <= short.count("__") < KEY_PARTS_MAX
     }
 
 
@@ -194,8 +227,8 @@ def _nest(assignments: Mapping[str, str]) -> Json:
 
 def _toml_value(text: str) -> Any:
     try:
-        document = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        document = tables(f"value = {text}".encode("utf-8", "surrogateescape"), "--set")
+    except ConfigError:
         return text
     return document["value"] if document.keys() == {"value"} else text
 
@@ -261,6 +294,8 @@ def _validate(tree: Mapping[str, Any]) -> tuple[Settings, list[_Mistake]]:
             found = _mistakes(error, valid)
             mistakes = mistakes or found
             valid = _without(valid, [mistake.path for mistake in found])
+            if valid is None:  # not one table was sound, such as under a key that is no text
+                return Settings(), mistakes
     wrong = [mistake.path for mistake in mistakes]
     for paths, value, expected in broken_rules(settings):
         if not any(_overlap(path, other) for path in paths for other in wrong):

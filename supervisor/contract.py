@@ -17,12 +17,29 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, Final
 
 import orjson
+
+from supervisor.foreign import (
+    INT32_MAX as INT32_MAX,
+    ContractError as ContractError,
+    Json as Json,
+    array,
+    count,
+    identifier,
+    integer,
+    names,
+    number,
+    object_,
+    parse_object as parse_object,
+    shown,
+    text,
+    texts,
+)
 
 CONTRACT_VERSION: Final = 1
 MANIFEST_FORMAT: Final = 1
@@ -32,13 +49,8 @@ RECEIPT_BYTES_MAX: Final = 1024 * 1024
 MANIFEST_BYTES_MAX: Final = 256 * 1024 * 1024
 CHUNK_BYTES: Final = 4 * 1024 * 1024
 HEADER_BYTES: Final = 8
-INT32_MAX: Final = 2**31 - 1
-
-Json = dict[str, Any]
-
-
-class ContractError(ValueError):
-    """A peer (a trainer, a file, a message) broke the contract; the text says where and how."""
+DIMENSIONS_MAX: Final = 16
+EXIT_MESSAGE_CHARACTERS: Final = 4096
 
 
 class ExitCode(IntEnum):
@@ -89,6 +101,7 @@ TRAINER_SOCKET: Final = "trainer"
 OPERATOR_SOCKET: Final = "operator"
 TEMPORARY_PREFIX: Final = ".tmp-"
 
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _CHECKPOINT_NAME = re.compile(r"step_(\d{6,10})")
 _ATTEMPT_NAME = re.compile(r"attempt-(\d{4,10})")
 
@@ -157,13 +170,16 @@ def encode_number(value: float | None) -> float | str | None:
 
 
 def decode_number(value: Any, where: str) -> float:
-    if isinstance(value, bool):
-        raise ContractError(f"{where}: expected a number, got {value!r}")
-    if isinstance(value, int | float):
-        return float(value)
     if isinstance(value, str) and value in _NON_FINITE:
         return _NON_FINITE[value]
-    raise ContractError(f"{where}: expected a number or 'nan', 'inf', '-inf', got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ContractError(
+            f"{where}: expected a number or 'nan', 'inf', '-inf', got {shown(value)}"
+        )
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ContractError(f"{where}: expected a number, got one beyond all floats") from error
 
 
 def canonical(value: Any) -> bytes:
@@ -173,43 +189,6 @@ def canonical(value: Any) -> bytes:
 
 def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def parse_object(line: bytes, where: str, size_max: int) -> Json:
-    """A JSON object out of foreign bytes, or ContractError."""
-    if len(line) > size_max:
-        raise ContractError(f"{where}: {len(line)} bytes, more than the limit of {size_max}")
-    try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ContractError(f"{where}: not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ContractError(f"{where}: expected an object, got {type(value).__name__}")
-    return value
-
-
-def _integer(value: Any, where: str, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ContractError(f"{where}: expected an integer of at least {least}, got {value!r}")
-    return value
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise ContractError(f"{where}: expected text, got {value!r}")
-    return value
-
-
-def _object(value: Any, where: str) -> Json:
-    if not isinstance(value, dict):
-        raise ContractError(f"{where}: expected an object, got {value!r}")
-    return value
-
-
-def _array(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ContractError(f"{where}: expected an array, got {value!r}")
-    return value
 
 
 # --- the ledger entry, which is also the receipt of a step ---
@@ -258,31 +237,26 @@ def parse_entry(value: Any, where: str) -> Entry:
         if len(value) != 2:
             raise ContractError(f"{where}: a row needs [step, loss], got {len(value)} values")
         step, loss = value
-        return Entry(_integer(step, f"{where} step"), decode_number(loss, f"{where} loss"))
-    row = _object(value, where)
+        return Entry(count(step, f"{where} step"), decode_number(loss, f"{where} loss"))
+    row = object_(value, where)
     if "step" not in row or "loss" not in row:
-        raise ContractError(f"{where}: a row needs step and loss, got {sorted(row)}")
+        raise ContractError(f"{where}: a row needs step and loss, got {names(row)}")
 
-    def number(name: str) -> float | None:
+    def optional(check: Callable[[Any, str], Any], name: str) -> Any:
         found = row.get(name)
-        return None if found is None else decode_number(found, f"{where} {name}")
+        return None if found is None else check(found, f"{where} {name}")
 
-    def integer(name: str) -> int | None:
-        found = row.get(name)
-        return None if found is None else _integer(found, f"{where} {name}")
-
-    arm = row.get("arm")
     return Entry(
-        step=_integer(row["step"], f"{where} step"),
+        step=count(row["step"], f"{where} step"),
         loss=decode_number(row["loss"], f"{where} loss"),
-        time=number("time"),
-        attempt=integer("attempt"),
-        epoch=integer("epoch"),
-        arm=None if arm is None else _text(arm, f"{where} arm"),
-        targets_seen=integer("targets_seen"),
-        learning_rate=number("learning_rate"),
-        gradient_norm=number("gradient_norm"),
-        step_seconds=number("step_seconds"),
+        time=optional(decode_number, "time"),
+        attempt=optional(count, "attempt"),
+        epoch=optional(count, "epoch"),
+        arm=optional(text, "arm"),
+        targets_seen=optional(integer, "targets_seen"),
+        learning_rate=optional(decode_number, "learning_rate"),
+        gradient_norm=optional(decode_number, "gradient_norm"),
+        step_seconds=optional(decode_number, "step_seconds"),
     )
 
 
@@ -409,48 +383,45 @@ def parse_receipt(line: bytes, where: str) -> Receipt:
             return parse_entry(body, where)
         case "environment":
             return EnvironmentLine(
-                _integer(body.get("attempt"), f"{where} attempt", 1),
-                _object(body.get("environment"), f"{where} environment"),
+                integer(body.get("attempt"), f"{where} attempt", 1, INT32_MAX),
+                object_(body.get("environment"), f"{where} environment"),
             )
         case "loaded":
             return LoadedLine(
-                _integer(body.get("attempt"), f"{where} attempt", 1),
-                _integer(body.get("step"), f"{where} step"),
+                integer(body.get("attempt"), f"{where} attempt", 1, INT32_MAX),
+                count(body.get("step"), f"{where} step"),
             )
         case "audit":
-            samples = _array(body.get("samples"), f"{where} samples")
+            samples = array(body.get("samples"), f"{where} samples")
             for number, sample in enumerate(samples):
                 place = f"{where} samples[{number}]"
-                _text(_object(sample, place).get("prompt"), f"{place} prompt")
-                _text(sample.get("text"), f"{place} text")
+                text(object_(sample, place).get("prompt"), f"{place} prompt")
+                text(sample.get("text"), f"{place} text")
             return AuditLine(
-                step=_integer(body.get("step"), f"{where} step"),
+                step=count(body.get("step"), f"{where} step"),
                 time=decode_number(body.get("time"), f"{where} time"),
-                attempt=_integer(body.get("attempt"), f"{where} attempt", 1),
-                epoch=_integer(body.get("epoch"), f"{where} epoch", 1),
+                attempt=integer(body.get("attempt"), f"{where} attempt", 1, INT32_MAX),
+                epoch=integer(body.get("epoch"), f"{where} epoch", 1, INT32_MAX),
                 samples=samples,
-                arm_shares=_object(body.get("arm_shares"), f"{where} arm_shares"),
+                arm_shares=object_(body.get("arm_shares"), f"{where} arm_shares"),
             )
         case "evaluation":
             return EvaluationLine(
-                step=_integer(body.get("step"), f"{where} step"),
-                attempt=_integer(body.get("attempt"), f"{where} attempt", 1),
+                step=count(body.get("step"), f"{where} step"),
+                attempt=integer(body.get("attempt"), f"{where} attempt", 1, INT32_MAX),
                 loss=decode_number(body.get("loss"), f"{where} loss"),
-                arms=_object(body.get("arms"), f"{where} arms"),
+                arms=object_(body.get("arms"), f"{where} arms"),
             )
         case "exit":
             return ExitLine(
-                why=_text(body.get("why"), f"{where} why"),
-                step=_integer(body.get("step"), f"{where} step"),
-                code=_integer(body.get("code"), f"{where} code"),
-                requests=[
-                    _text(item, f"{where} requests")
-                    for item in _array(body.get("requests"), f"{where} requests")
-                ],
-                message=_text(body.get("message"), f"{where} message"),
+                why=text(body.get("why"), f"{where} why"),
+                step=count(body.get("step"), f"{where} step"),
+                code=integer(body.get("code"), f"{where} code"),
+                requests=texts(body.get("requests"), f"{where} requests"),
+                message=text(body.get("message"), f"{where} message")[:EXIT_MESSAGE_CHARACTERS],
             )
         case other:
-            raise ContractError(f"{where}: unknown kind of receipt {other!r}")
+            raise ContractError(f"{where}: unknown kind of receipt {shown(other)}")
 
 
 # --- the manifest of a checkpoint ---
@@ -571,12 +542,12 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
     _check_fields(body, _MANIFEST_FIELDS, where)
     if body["format"] != MANIFEST_FORMAT:
         raise ContractError(
-            f"{where}: format {body['format']}, this version reads {MANIFEST_FORMAT}"
+            f"{where}: format {shown(body['format'])}, this version reads {MANIFEST_FORMAT}"
         )
     content = {key: value for key, value in body.items() if key != "digest"}
     found = digest(canonical(content))
     if found != body["digest"] or canonical(body) + b"\n" != raw:
-        raise ContractError(f"{where}: content does not match its digest {body['digest']}")
+        raise ContractError(f"{where}: content does not match its digest {shown(body['digest'])}")
     state = body["state"]
     _check_fields(state, STATE_COMPONENTS, f"{where} state")
     tensors = tuple(
@@ -584,16 +555,16 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
         for number, item in enumerate(body["tensors"])
     )
     manifest = Manifest(
-        run_id=body["run_id"],
+        run_id=identifier(body["run_id"], f"{where} run_id"),
         lineage=tuple(_parse_ancestor(item, where) for item in body["lineage"]),
-        attempt=body["attempt"],
-        step=body["step"],
-        epoch=body["epoch"],
+        attempt=count(body["attempt"], f"{where} attempt"),
+        step=count(body["step"], f"{where} step"),
+        epoch=count(body["epoch"], f"{where} epoch"),
         reason=body["reason"],
-        requests=tuple(_text(item, f"{where} requests") for item in body["requests"]),
-        parameters=body["parameters"],
+        requests=tuple(texts(body["requests"], f"{where} requests")),
+        parameters=count(body["parameters"], f"{where} parameters"),
         size_bytes=body["size_bytes"],
-        chunks=tuple(_text(item, f"{where} chunks") for item in body["chunks"]),
+        chunks=tuple(_chunk_digest(item, f"{where} chunks") for item in body["chunks"]),
         binary_digest=body["binary_digest"],
         tensors=tensors,
         state=state,
@@ -606,29 +577,39 @@ def _check_fields(body: Mapping[str, Any], expected: Mapping[str, type], where: 
     missing = [name for name in expected if name not in body]
     unknown = [name for name in body if name not in expected]
     if missing or unknown:
-        raise ContractError(f"{where}: missing {missing}, unknown {unknown}")
+        raise ContractError(f"{where}: missing {missing}, unknown {names(unknown)}")
     for name, kind in expected.items():
         value = body[name]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ContractError(f"{where} {name}: expected {kind.__name__}, got {value!r}")
+            raise ContractError(f"{where} {name}: expected {kind.__name__}, got {shown(value)}")
 
 
 def _parse_tensor(value: Any, where: str) -> Tensor:
-    item = _object(value, where)
-    shape = tuple(_integer(n, f"{where} shape", 1) for n in _array(item.get("shape"), where))
+    item = object_(value, where)
+    shape = tuple(
+        integer(size, f"{where} shape", 1, INT32_MAX) for size in array(item.get("shape"), where)
+    )
+    if len(shape) > DIMENSIONS_MAX:
+        raise ContractError(f"{where}: {len(shape)} dimensions, more than {DIMENSIONS_MAX}")
     return Tensor(
-        name=_text(item.get("name"), f"{where} name"),
+        name=text(item.get("name"), f"{where} name"),
         shape=shape,
-        orientation=_text(item.get("orientation"), f"{where} orientation"),
-        offset=_integer(item.get("offset"), f"{where} offset"),
+        orientation=text(item.get("orientation"), f"{where} orientation"),
+        offset=integer(item.get("offset"), f"{where} offset"),
     )
 
 
 def _parse_ancestor(value: Any, where: str) -> tuple[str, int]:
-    item = _array(value, f"{where} lineage")
+    item = array(value, f"{where} lineage")
     if len(item) != 2:
-        raise ContractError(f"{where} lineage: expected [run id, step], got {item!r}")
-    return _text(item[0], f"{where} lineage"), _integer(item[1], f"{where} lineage")
+        raise ContractError(f"{where} lineage: expected [run id, step], got {shown(item)}")
+    return identifier(item[0], f"{where} lineage"), count(item[1], f"{where} lineage")
+
+
+def _chunk_digest(value: Any, where: str) -> str:
+    if not isinstance(value, str) or _DIGEST.fullmatch(value) is None:
+        raise ContractError(f"{where}: expected 64 hexadecimal digits, got {shown(value)}")
+    return value
 
 
 def _check_consistent(manifest: Manifest, chunk_bytes: int, where: str) -> None:
@@ -646,12 +627,12 @@ def _check_consistent(manifest: Manifest, chunk_bytes: int, where: str) -> None:
     if chunks_digest(manifest.chunks) != manifest.binary_digest:
         raise ContractError(f"{where}: binary_digest is not the digest of the chunk list")
     if manifest.reason not in REASONS:
-        raise ContractError(f"{where}: reason {manifest.reason!r}, expected one of {REASONS}")
+        raise ContractError(f"{where}: reason {shown(manifest.reason)}, expected one of {REASONS}")
     offset = 0
     for tensor in manifest.tensors:
         if tensor.offset != offset:
             raise ContractError(
-                f"{where}: tensor {tensor.name} starts at {tensor.offset}, expected {offset}"
+                f"{where}: tensor {shown(tensor.name)} starts at {tensor.offset}, expected {offset}"
             )
         offset += tensor.size
     if offset != manifest.parameters:
@@ -677,46 +658,56 @@ def check_header(header: bytes, manifest: Manifest, where: str) -> None:
 
 # --- messages ---
 
-_REQUIRED, _OPTIONAL = True, False
-_Schema = dict[str, tuple[type | tuple[type, ...], bool]]
+AT: Final = ("now", "boundary")
 
-_LIFE: Final[_Schema] = {"attempt": (int, _REQUIRED), "nonce": (str, _REQUIRED)}
+_REQUIRED, _OPTIONAL = True, False
+_Check = Callable[[Any, str], Any]
+_Schema = dict[str, tuple[_Check, bool]]
+
+
+def _moment(value: Any, where: str) -> str:
+    if value not in AT:
+        raise ContractError(f"{where}: expected one of {AT}, got {shown(value)}")
+    return str(value)
+
+
+_LIFE: Final[_Schema] = {"attempt": (count, _REQUIRED), "nonce": (text, _REQUIRED)}
 
 # Trainer to supervisor.
 UP: Final[dict[str, _Schema]] = {
     "hello": _LIFE
     | {
-        "pid": (int, _REQUIRED),
-        "step": (int, _REQUIRED),
-        "parameters": (int, _REQUIRED),
-        "policy_digest": (str, _REQUIRED),
-        "capabilities": (list, _REQUIRED),
+        "pid": (count, _REQUIRED),
+        "step": (count, _REQUIRED),
+        "parameters": (count, _REQUIRED),
+        "policy_digest": (text, _REQUIRED),
+        "capabilities": (texts, _REQUIRED),
     },
     "phase": _LIFE
     | {
-        "phase": (str, _REQUIRED),
-        "step": (int, _OPTIONAL),  # the last one complete when it began
-        "deadline_seconds": ((int, float), _OPTIONAL),
+        "phase": (identifier, _REQUIRED),
+        "step": (count, _OPTIONAL),  # the last one complete when it began
+        "deadline_seconds": (number, _OPTIONAL),
     },
-    "step": _LIFE | {"step": (int, _REQUIRED), "loss": ((int, float, str), _REQUIRED)},
-    "seen": _LIFE | {"id": (str, _REQUIRED)},
+    "step": _LIFE | {"step": (count, _REQUIRED), "loss": (decode_number, _REQUIRED)},
+    "seen": _LIFE | {"id": (identifier, _REQUIRED)},
     "saved": _LIFE
     | {
-        "step": (int, _REQUIRED),
-        "digest": (str, _REQUIRED),
-        "reason": (str, _REQUIRED),
-        "requests": (list, _REQUIRED),
-        "seconds": ((int, float), _REQUIRED),
+        "step": (count, _REQUIRED),
+        "digest": (text, _REQUIRED),
+        "reason": (identifier, _REQUIRED),
+        "requests": (texts, _REQUIRED),
+        "seconds": (number, _REQUIRED),
     },
-    "paused": _LIFE | {"step": (int, _REQUIRED), "id": (str, _REQUIRED)},
-    "farewell": _LIFE | {"why": (str, _REQUIRED), "step": (int, _REQUIRED)},
+    "paused": _LIFE | {"step": (count, _REQUIRED), "id": (identifier, _REQUIRED)},
+    "farewell": _LIFE | {"why": (text, _REQUIRED), "step": (count, _REQUIRED)},
 }
 
 # Supervisor to trainer.
 DOWN: Final[dict[str, _Schema]] = {
-    "checkpoint": {"id": (str, _REQUIRED), "at": (str, _REQUIRED)},
-    "stop": {"id": (str, _REQUIRED), "at": (str, _REQUIRED)},
-    "pause": {"id": (str, _REQUIRED)},
+    "checkpoint": {"id": (identifier, _REQUIRED), "at": (_moment, _REQUIRED)},
+    "stop": {"id": (identifier, _REQUIRED), "at": (_moment, _REQUIRED)},
+    "pause": {"id": (identifier, _REQUIRED)},
     "exit": {},
     "resume": {},
     "who": {},
@@ -724,36 +715,35 @@ DOWN: Final[dict[str, _Schema]] = {
 
 # Operator to supervisor; every request has an id.
 ASK: Final[dict[str, _Schema]] = {
-    "status": {"id": (str, _REQUIRED)},
-    "checkpoint": {"id": (str, _REQUIRED), "at": (str, _REQUIRED)},
-    "stop": {"id": (str, _REQUIRED)},
-    "restart": {"id": (str, _REQUIRED)},
+    "status": {"id": (identifier, _REQUIRED)},
+    "checkpoint": {"id": (identifier, _REQUIRED), "at": (_moment, _REQUIRED)},
+    "stop": {"id": (identifier, _REQUIRED)},
+    "restart": {"id": (identifier, _REQUIRED)},
     "pivot": {
-        "id": (str, _REQUIRED),
-        "at": (str, _REQUIRED),
-        "epoch": (int, _REQUIRED),
-        "parent": (int, _REQUIRED),
-        "to_step": (int, _OPTIONAL),
-        "policy": (str, _REQUIRED),
-        "settings": (str, _REQUIRED),
-        "policy_digest": (str, _REQUIRED),
-        "reason": (str, _REQUIRED),
+        "id": (identifier, _REQUIRED),
+        "at": (_moment, _REQUIRED),
+        "epoch": (count, _REQUIRED),
+        "parent": (count, _REQUIRED),
+        "to_step": (count, _OPTIONAL),
+        "policy": (text, _REQUIRED),
+        "settings": (text, _REQUIRED),
+        "policy_digest": (text, _REQUIRED),
+        "reason": (text, _REQUIRED),
     },
-    "pin": {"id": (str, _REQUIRED), "step": (int, _REQUIRED), "why": (str, _REQUIRED)},
+    "pin": {"id": (identifier, _REQUIRED), "step": (count, _REQUIRED), "why": (text, _REQUIRED)},
 }
 
 # Supervisor to operator. `outcome`: done, refused (why), busy (with what), accepted.
 ANSWER: Final[dict[str, _Schema]] = {
     "reply": {
-        "id": (str, _REQUIRED),
-        "outcome": (str, _REQUIRED),
-        "why": (str, _OPTIONAL),
-        "result": (dict, _REQUIRED),
+        "id": (text, _REQUIRED),
+        "outcome": (text, _REQUIRED),
+        "why": (text, _OPTIONAL),
+        "result": (object_, _REQUIRED),
     },
 }
 
 TRAINER_PHASES: Final = ("load", "compile", "step", "save", "sample", "evaluate")
-AT: Final = ("now", "boundary")
 
 
 def encode_message(verb: str, **content: Any) -> bytes:
@@ -762,23 +752,18 @@ def encode_message(verb: str, **content: Any) -> bytes:
 
 def parse_message(frame: bytes, table: Mapping[str, _Schema], where: str) -> tuple[str, Json]:
     """The verb and the checked fields of one frame. Unknown fields are dropped, so that a newer
-    peer may say more; an unknown verb, a missing field or a wrong type is a ContractError."""
+    peer may say more; an unknown verb, a missing field or a wrong value is a ContractError."""
     body = parse_object(frame, where, MESSAGE_BYTES_MAX)
     if body.get("version") != CONTRACT_VERSION:
         raise ContractError(
-            f"{where}: version {body.get('version')!r}, this side speaks {CONTRACT_VERSION}"
+            f"{where}: version {shown(body.get('version'))}, this side speaks {CONTRACT_VERSION}"
         )
     verb = body.get("verb")
     if not isinstance(verb, str) or verb not in table:
-        raise ContractError(f"{where}: unknown verb {verb!r}, expected one of {sorted(table)}")
+        raise ContractError(f"{where}: unknown verb {shown(verb)}, expected one of {sorted(table)}")
     content: Json = {}
-    for name, (kind, required) in table[verb].items():
+    for name, (check, required) in table[verb].items():
         value = body.get(name)
-        if value is None and not required:
-            continue
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ContractError(f"{where} {verb}: field {name} is {value!r}")
-        content[name] = value
-    if content.get("at", "now") not in AT:
-        raise ContractError(f"{where} {verb}: at is {content['at']!r}, expected one of {AT}")
+        if value is not None or required:
+            content[name] = check(value, f"{where} {verb}: field {name}")
     return verb, content

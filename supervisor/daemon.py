@@ -99,6 +99,7 @@ class Daemon:
         self._jobs: dict[int, Callable[[Outcome], None]] = {}
         self._saved: list[ev.Heard] = []
         self._next_status = 0.0
+        self._wake_ups = 0
         self._exit: ev.Exit | None = None
         self._pidfd: int | None = None
 
@@ -236,6 +237,7 @@ class Daemon:
         if self._inbox or self.recorder.behind:
             moments.append(now)
         self.poller.poll(max(0, math.ceil((min(moments) - now) * 1000)))
+        self._wake_ups += 1
 
     def _gather(self) -> None:
         self.signals.drain()
@@ -270,6 +272,7 @@ class Daemon:
         if now >= self._next_status:
             self._next_status = now + STATUS_INTERVAL_SECONDS
             self._notice(now)
+            self._alarm("sockets", self.wire.look_after())
             self._write_status()
 
     def _worked(self, outcome: Outcome, now: float) -> None:
@@ -465,6 +468,11 @@ class Daemon:
             self.recorder.gauge,
             trouble=self.pipeline.trouble,
             supervisor_pid=os.getpid(),
+            control={
+                "wake_ups": self._wake_ups,
+                "frames_refused": self.wire.refused,
+                "messages_unheard": self.wire.unheard,
+            },
         )
 
     def _write_status(self, durable: bool = False) -> None:
@@ -482,7 +490,7 @@ class Daemon:
             temporary.write_bytes(content)
             temporary.rename(path)
 
-        self.worker.submit(write)
+        self.worker.submit_hint(write)
 
     def _tell(self, record: ev.Record) -> None:
         """Journal records that a person wants to see as they happen."""

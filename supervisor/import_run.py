@@ -121,10 +121,16 @@ def _samples(path: Path, left_out: list[str]) -> Iterator[Json]:
     for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
         step = row.get("step") if isinstance(row, dict) else None
         text = row.get("text", "") if isinstance(row, dict) else None
-        if isinstance(step, int) and isinstance(text, str) and {"text", "ids"} & row.keys():
-            yield {**row, "attempt": 0, "prompt": row.get("prompt", ""), "text": text}
+        prompt = row.get("prompt", "") if isinstance(row, dict) else None
+        known = isinstance(row, dict) and {"text", "ids"} & row.keys()
+        if known and _is_step(step) and isinstance(text, str) and isinstance(prompt, str):
+            yield {**row, "attempt": 0, "prompt": prompt, "text": text}
         else:
             left_out.append(f"{path.name} item {number}: expected step and text or ids")
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and 0 <= value <= contract.INT32_MAX
 
 
 def _binaries(directory: Path, left_out: list[str]) -> dict[int, Path]:

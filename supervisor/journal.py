@@ -24,7 +24,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -100,7 +100,10 @@ def decode_line(line: bytes, seq: int, check_before: str) -> tuple[Json, str]:
     expected = _check(check_before, body)
     if check != expected:
         raise ValueError(f"its check is {check}, its content and the line before make {expected}")
-    record = json.loads(body)
+    try:
+        record = json.loads(body)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
     if not isinstance(record, dict) or record.get("seq") != seq:
         raise ValueError(f"expected the record with seq {seq}")
     return record, check
@@ -135,11 +138,25 @@ def _scan(path: StrPath, data: bytes) -> _Scan:
         records.append(record)
         start = stop + 1
     # A last line that is whole up to its line break is a record like any other.
-    for match in _CHECK.finditer(data, start):
+    for stop in _ends_of_record(data, start, check):
         with contextlib.suppress(ValueError):
-            record, check = decode_line(data[start : match.end()], len(records) + 1, check)
-            return _Scan([*records, record], check, match.end(), closed=False)
+            record, check = decode_line(data[start:stop], len(records) + 1, check)
+            return _Scan([*records, record], check, stop, closed=False)
     return _Scan(records, check, start, closed=True)
+
+
+def _ends_of_record(data: bytes, start: int, check_before: str) -> Iterator[int]:
+    """Where a record that begins at `start` and lacks its line break may end: behind each check
+    that is right. Every byte is hashed once, however many checks are in what was torn."""
+    hasher = hashlib.sha256(check_before.encode())
+    hashed = start
+    for match in _CHECK.finditer(data, start):
+        hasher.update(data[hashed : match.start()])
+        hashed = match.start()
+        whole = hasher.copy()
+        whole.update(b"}")
+        if whole.hexdigest()[:_CHECK_DIGITS].encode() == match.group(1):
+            yield match.end()
 
 
 # --- the file -------------------------------------------------------------------------------------

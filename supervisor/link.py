@@ -9,12 +9,15 @@ Invariants:
   cannot be sent is dropped, because the receipts say the same. What somebody waits for, the hello
   and the newest `saved`, is sent once there is a supervisor to hear it.
 - A signal handler only sets a flag. Requests are looked at where the trainer polls.
+- The link is of the process that made it. In one that was forked off it, such as a loader of data,
+  it says and hears nothing.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 import sys
 import threading
@@ -61,8 +64,8 @@ def life_from_environment(environment: Mapping[str, str]) -> Life | None:
 
     def integer(name: str) -> int:
         text = environment.get(name, "")
-        if not text.isdecimal():
-            raise ContractError(f"environment {name}: expected a number, got {text!r}")
+        if re.fullmatch("[0-9]{1,10}", text) is None:
+            raise ContractError(f"environment {name}: expected a number, got {text[:80]!r}")
         return int(text)
 
     def text(name: str) -> str:
@@ -200,6 +203,8 @@ class Link:
 
     def record(self, receipt: Receipt) -> None:
         """Appends one line. Raises OSError where the file cannot take it whole."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"only process {self._pid}, which made the link, records steps")
         line = contract.encode_receipt(receipt)
         if self._receipts_bytes + len(line) > self._preallocated_bytes:
             preallocate(self._receipts_fd, self._receipts_bytes, PREALLOCATED_BYTES)
@@ -260,7 +265,7 @@ class Link:
 
     def poll(self) -> None:
         """Takes in every message that has arrived. Costs about a microsecond when none has."""
-        if self._socket is None:
+        if self._socket is None or os.getpid() != self._pid:
             return
         for verb, content in list(self._owed.items()):
             self._say(verb, content)
@@ -365,7 +370,7 @@ class Link:
             self._owed[verb] = content
 
     def _send(self, verb: str, **content: Any) -> bool:
-        if self._socket is None:
+        if self._socket is None or os.getpid() != self._pid:
             return False
         message = contract.encode_message(
             verb, attempt=self.life.attempt, nonce=self.life.nonce, **content

@@ -273,9 +273,13 @@ def stop_reason(turn: Turn, cause: str) -> str:
 
 def back_off(turn: Turn) -> None:
     """Doubling delay with jitter from the run and the attempt, so that it is the same in a replay
-    and different between runs that died together."""
+    and different between runs that died together. What is not charged to the budget waits as long:
+    a trainer that only ever asks to be tried again must not spin."""
     durable = turn.state.durable
-    doubling = min(max(durable.deaths - 1, 0), 30)
+    best = durable.best_checkpoint
+    fruitless = turn.state.fruitless + 1 if turn.state.fruitless_since == best else 1
+    turn.set(fruitless=fruitless, fruitless_since=best)
+    doubling = min(max(durable.deaths, fruitless) - 1, 30)
     delay = min(turn.rules.delay_seconds * 2**doubling, turn.rules.maximum_delay_seconds)
     word = hashlib.sha256(f"{durable.run_id}:{durable.attempt}".encode()).digest()
     jitter = 0.75 + 0.25 * word[0] / 255

@@ -10,7 +10,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -105,12 +104,8 @@ def _settings_of(epoch: Epoch, ruling: Settings) -> Settings:
 def _submitted(base: Settings, policy_file: Path) -> tuple[str, Settings]:
     """The text of the file and the base under it: its [policy] replaces the old one, other keys
     overlay. The file is read once, so that what was checked is what is sent."""
-    try:
-        text = policy_file.read_bytes().decode()
-        submitted = tomllib.loads(text)
-    except ValueError as error:
-        problem = config.Problem(str(policy_file), "the whole", None, f"TOML in UTF-8 ({error})")
-        raise config.ConfigError([problem]) from error
+    raw = config.read(policy_file)
+    submitted = config.tables(raw, str(policy_file))
     allowed = {"policy", "training", "samples", "checkpoint", "evaluation"}
     unknown = sorted(submitted.keys() - allowed)
     if unknown:
@@ -126,7 +121,7 @@ def _submitted(base: Settings, policy_file: Path) -> tuple[str, Settings]:
     for section, table in submitted.items():
         replaced = section == "policy" or not isinstance(table, dict)
         tree[section] = table if replaced else {**tree[section], **table}
-    return text, config.parse(tree, str(policy_file))
+    return raw.decode(), config.parse(tree, str(policy_file))
 
 
 def _checked(ruling: Settings, settings: Settings, policy_file: Path | None) -> list[Change]:

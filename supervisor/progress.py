@@ -28,6 +28,7 @@ CLEAR_LINE: Final = "\r\x1b[2K"
 MAILBOX_LINES: Final = 256
 PLAIN_INTERVAL_SECONDS: Final = 15.0
 CLOSE_SECONDS: Final = 2.0
+DURATION_SECONDS_MAX: Final = 1e10
 
 
 class Reporter:
@@ -87,7 +88,7 @@ def number(value: object, form: str = ".3f") -> str:
 
 def duration(seconds: float) -> str:
     """`4:05` or `3:04:05`, or days in front where there are any."""
-    minutes, second = divmod(max(0, int(seconds)), 60)
+    minutes, second = divmod(int(min(max(0.0, seconds), DURATION_SECONDS_MAX)), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
     if days:

@@ -104,7 +104,7 @@ def verify(
     """
     try:
         if found.manifest is not None:
-            manifest = _read_manifest(found.manifest, cold)
+            manifest = read_manifest(found.manifest, cold)
             _check_origin(manifest, found.step, run_id, lineage, found.manifest.name)
         elif bare_allowed:
             manifest = None
@@ -119,20 +119,15 @@ def verify(
         raise Damaged(found.step, f"cannot be read: {error}") from error
 
 
-def _read_manifest(path: Path, cold: bool) -> Manifest:
+def read_manifest(path: Path, cold: bool) -> Manifest:
+    """Raises ContractError where it is none, OSError where it cannot be read."""
     with _opened(path) as (descriptor, size_bytes):
         if size_bytes > MANIFEST_BYTES_MAX:
             raise ContractError(
                 f"{path.name}: {size_bytes} bytes, more than the limit of {MANIFEST_BYTES_MAX}"
             )
         raw = b"".join(bytes(chunk) for chunk in _chunks(descriptor, size_bytes, cold, path.name))
-    try:
-        return parse_manifest(raw, path.name)
-    except ContractError:
-        raise
-    except (ValueError, TypeError) as error:
-        # Foreign bytes: a digest that is not hexadecimal, nesting deeper than orjson can write.
-        raise ContractError(f"{path.name}: {error}") from error
+    return parse_manifest(raw, path.name)
 
 
 def _check_origin(manifest: Manifest, step: int, run_id: str, lineage: Lineage, where: str) -> None:

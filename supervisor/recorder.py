@@ -36,7 +36,8 @@ from supervisor.contract import (
 )
 from supervisor.ledger import Ledger, LedgerFailure, tail_after
 from supervisor.replay import Merge, Outcome, Taken, likely_class
-from supervisor.rundir import RunDirectory, RunError, read_json
+from supervisor.rundir import RunDirectory
+from supervisor.sidecars import read_samples, read_state, read_training
 
 PUMP_BYTES: Final = 256 * 1024
 LOSS_EMA_DECAY: Final = 0.98
@@ -104,8 +105,8 @@ class Recorder:
         self._records: list[ev.Record] = []
         self._files: dict[Path, bytes] = {}
         self._unsynced = False
-        self._samples = _list(read_json(directory.samples), directory.samples)
-        self._training = _object(read_json(directory.training), directory.training)
+        self._samples = read_samples(directory.samples)
+        self._training = read_training(directory.training)
         self.gauge = Gauge()
         if ledger.last is not None:
             self.gauge.take(ledger.last)
@@ -337,7 +338,7 @@ class Recorder:
             for sample in audit.samples
         ]
         # A step audited again replaces its audit and everything a left branch audited after it.
-        kept = [row for row in self._samples if row.get("step", 0) < audit.step]
+        kept = [row for row in self._samples if row["step"] < audit.step]
         self._samples = [*kept, *rows][-self._samples_keep :]
         self._files[self._directory.samples] = _dump(self._samples)
 
@@ -371,7 +372,7 @@ class Recorder:
         if len(kept) != len(self._samples):
             self._samples = kept
             self._files[self._directory.samples] = _dump(kept)
-        state = _object(read_json(self._directory.state), self._directory.state)
+        state = read_state(self._directory.state)
         if state and state.get("epoch") != epoch:
             self._files[self._directory.state] = _dump(
                 {
@@ -413,19 +414,3 @@ class Recorder:
 
 def _dump(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n"
-
-
-def _list(value: Any, path: Path) -> list[Json]:
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
-        raise RunError(f"{path}: expected an array of objects; move the file away to start afresh")
-    return value
-
-
-def _object(value: Any, path: Path) -> Json:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise RunError(f"{path}: expected an object; move the file away to start afresh")
-    return value

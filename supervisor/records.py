@@ -6,10 +6,13 @@ What may live here: records and their JSON. A record's fields are JSON values; `
 
 from __future__ import annotations
 
+import types
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, Final
+from functools import cache
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 from supervisor.contract import ContractError, Json
+from supervisor.foreign import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,17 +322,51 @@ def record_to_json(record: Record) -> Json:
     return {"record": _NAMES[type(record)], **asdict(record)}
 
 
+class RecordBroken(ContractError):
+    """A journal line is whole, and yet not the record that it says it is."""
+
+
 def record_from_json(line: Json) -> Record | None:
     """The record in a journal line; None for a kind that a newer version may have written.
 
     Fields that the journal adds (seq, time, check, ledger binding) are not part of the record.
-    Raises ContractError where a known record lacks a field.
+    Raises RecordBroken where a known record lacks a field or has one of another type.
     """
-    cls = RECORDS.get(line.get("record", ""))
+    cls: type[Any] | None = RECORDS.get(str(line.get("record")))
     if cls is None:
         return None
-    required = [f.name for f in fields(cls) if f.default is MISSING]
-    missing = [name for name in required if name not in line]
-    if missing:
-        raise ContractError(f"journal record {line.get('record')} {line.get('seq')}: no {missing}")
-    return cls(**{f.name: line[f.name] for f in fields(cls) if f.name in line})
+    where = f"journal record {line.get('record')} {line.get('seq')}"
+    values = {}
+    for name, (kind, required) in _fields_of(cls).items():
+        if name not in line:
+            if required:
+                raise RecordBroken(f"{where}: no {name}")
+        elif not _fits(line[name], kind):
+            raise RecordBroken(f"{where}: {name} is {shown(line[name])}")
+        else:
+            values[name] = line[name]
+    record: Record = cls(**values)
+    return record
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a JSON value is of the type that a field declares."""
+    if kind is Any:
+        return True
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
+    if kind is int or kind is float:
+        return type(value) in (int, kind)
+    return isinstance(value, kind)
+
+
+@cache
+def _fields_of(cls: Any) -> dict[str, tuple[Any, bool]]:
+    """Name -> type and whether an older journal must have it, too."""
+    kinds = get_type_hints(cls)
+    return {f.name: (kinds[f.name], f.default is MISSING) for f in fields(cls)}

@@ -47,7 +47,8 @@ from supervisor.ledger import canonical, read_entries
 from supervisor.log import Log
 from supervisor.readback import Damaged, verify
 from supervisor.replay import environment_changes, likely_class
-from supervisor.rundir import RunDirectory, RunError, read_json
+from supervisor.rundir import RunDirectory, RunError
+from supervisor.sidecars import read_training
 from supervisor.state import Durable, fold
 
 LOOK_MILLISECONDS: Final = 50
@@ -143,7 +144,7 @@ def plan(path: Path, start: int, stop: int | None) -> Plan:
             if start < found.step <= stop and found.manifest is not None
         ),
         base=_base(directory, start) if start else None,
-        environments=read_json(directory.training) or {},
+        environments=read_training(directory.training),
     )
 
 

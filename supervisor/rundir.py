@@ -1,6 +1,6 @@
 """The run directory: where things are, who owns it, and how a reader finds out.
 
-What may live here: paths, the two locks, discovery of runs, the reader's view of a run.
+What may live here: paths, the two locks, discovery of runs.
 
 Invariants:
 - The owner holds `lock` for life, close-on-exec, before it binds or writes anything. The content
@@ -14,15 +14,15 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import orjson
 
 from supervisor import contract
-from supervisor.contract import Json
 
 _DIRECTORIES: Final = (
     contract.POLICIES,
@@ -86,8 +86,15 @@ class RunDirectory:
         self.logs = path / contract.LOGS
 
     def create(self) -> None:
-        """Makes the directories, owner-only. Raises RunError on a network file system."""
+        """Makes the directories, owner-only. Raises RunError on a network file system, and where
+        others may put files of theirs in the place of ours."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = stat.S_IMODE(self.path.stat().st_mode)
+        if mode & 0o022:
+            raise RunError(
+                f"{self.path}: mode {mode:04o}, so others may write in it; expected a run directory"
+                f" that only its owner writes in: chmod go-w {self.path}"
+            )
         kind = file_system(self.path)
         if kind in _NETWORK_FILE_SYSTEMS:
             raise RunError(
@@ -203,24 +210,7 @@ def lock_holder(path: Path) -> int | None:
     return None
 
 
-# --- the reader's view ---
-
-
-def read_json(path: Path) -> Any:
-    """A sidecar's content, or None where it does not exist. Raises RunError where it is damaged."""
-    try:
-        return orjson.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except orjson.JSONDecodeError as error:
-        raise RunError(f"{path}: not valid JSON ({error}); expected a sidecar of a run") from error
-
-
-def read_status(path: Path) -> Json | None:
-    value = read_json(path / contract.STATUS_FILE)
-    if value is not None and not isinstance(value, dict):
-        raise RunError(f"{path / contract.STATUS_FILE}: expected an object")
-    return value
+# --- discovery ---
 
 
 def find_run(named: str | None, root: Path) -> Path:

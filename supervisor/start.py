@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -29,14 +30,17 @@ from supervisor.contract import ExitCode, Json, checkpoint_size_bytes
 from supervisor.daemon import Begin, Daemon, Options
 from supervisor.journal import JournalDamaged, read
 from supervisor.patience import Limits
-from supervisor.progress import Reporter
+from supervisor.progress import Reporter, number
+from supervisor.records import RecordBroken
 from supervisor.rows import LedgerDamaged
-from supervisor.rundir import LockHeld, RunDirectory, RunError, read_json, take_lock
+from supervisor.rundir import LockHeld, RunDirectory, RunError, take_lock
+from supervisor.sidecars import read_samples, read_status
 from supervisor.signals import Signals
 from supervisor.state import Durable, Rules, fold
 from supervisor.tail import printable
 
 DETACH_SECONDS: Final = 60.0
+DESCRIPTORS: Final = 8192
 SAMPLES_SHOWN: Final = 3
 
 
@@ -75,6 +79,7 @@ def resume_directory(directory: Path, environment: Mapping[str, str], request: R
 
 
 def _supervise(settings: Settings, environment: Mapping[str, str], request: Request) -> int:
+    _allow_many_clients()
     directory = RunDirectory(Path(settings.run.directory), settings.run.name)
     if request.wish != "stop":
         _check_supported(settings)
@@ -99,13 +104,21 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         return code
     except LockHeld as held:
         raise Refused(str(held)) from held
-    except (JournalDamaged, LedgerDamaged, RunError) as damage:
+    except (JournalDamaged, LedgerDamaged, RecordBroken, RunError) as damage:
         raise Refused(str(damage), ExitCode.FAILED) from damage
     finally:
         reporter.close()
         if lock_fd >= 0:
             os.close(lock_fd)
         signals.close()
+
+
+def _allow_many_clients() -> None:
+    """Each client is a descriptor of ours, and the usual limit of 1024 leaves few for the run."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _check_supported(settings: Settings) -> None:
@@ -281,18 +294,19 @@ def _options(
 
 def report(directory: RunDirectory) -> None:
     """What there is to see once a run has stopped: where it stands, its samples, how to go on."""
-    status = read_json(directory.status) or {}
+    status = read_status(directory.path) or {}
     phase, step, target = status.get("phase"), status.get("step"), status.get("target_step")
     place = directory.path.resolve()
     click.echo(f"{directory.run}: {phase} at step {step} of {target}, in {place}")
     evaluation = status.get("evaluation")
     if evaluation:
-        click.echo(f"held-out loss at step {evaluation['step']}: {evaluation['loss']:.4f} nats")
-        for arm, row in evaluation["arms"].items():
-            click.echo(
-                f"  {arm}: {row['loss']:.4f} nats; the bytes alone have {row['byte_entropy']:.4f}"
-            )
-    samples = read_json(directory.samples) or []
+        loss = number(evaluation.get("loss"), ".4f")
+        click.echo(f"held-out loss at step {evaluation.get('step')}: {loss} nats")
+        for arm, row in evaluation.get("arms", {}).items():
+            if isinstance(row, dict):  # a trainer of another make says what it likes about an arm
+                words = [number(row.get(key), ".4f") for key in ("loss", "byte_entropy")]
+                click.echo(f"  {arm}: {words[0]} nats; the bytes alone have {words[1]}")
+    samples = read_samples(directory.samples)
     newest = [row for row in samples if row["step"] == samples[-1]["step"]] if samples else []
     for row in newest[:SAMPLES_SHOWN]:
         click.echo(f"  step {row['step']} | {printable(row['prompt'] + row['text'])}")

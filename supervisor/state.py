@@ -50,7 +50,7 @@ CAUSE_OF_CODE: Final = {
     int(ExitCode.NON_FINITE): "non-finite",
     int(ExitCode.AGAIN): "again",
 }
-AT_ONCE: Final = ("finished", "again")  # ends after which the next attempt need not wait
+AT_ONCE: Final = ("finished",)  # ends after which the next attempt need not wait
 REPLIES_KEPT: Final = 256
 
 
@@ -325,6 +325,8 @@ class State:
     force_at: float = 0.0
     forced: bool = False
     why: str = ""
+    fruitless: int = 0  # ends in a row that waited, charged or not, without a new checkpoint
+    fruitless_since: int | None = None  # the best checkpoint when they began
     from_scratch: bool = False
     checkpoints: tuple[Pending, ...] = ()
     stop_ids: tuple[str, ...] = ()

@@ -13,7 +13,8 @@ from typing import Final
 from supervisor import contract
 from supervisor.contract import Json, encode_number
 from supervisor.recorder import Gauge
-from supervisor.rundir import RunDirectory, lock_holder, read_status
+from supervisor.rundir import RunDirectory, lock_holder
+from supervisor.sidecars import read_status
 from supervisor.state import TERMINAL, State
 
 SCHEMA_VERSION: Final = 1
@@ -22,9 +23,16 @@ RUNNING, DEAD, NOT_RUNNING, UNKNOWN = 0, 1, 3, 4
 
 
 def compose(
-    directory: RunDirectory, state: State, gauge: Gauge, *, trouble: str, supervisor_pid: int
+    directory: RunDirectory,
+    state: State,
+    gauge: Gauge,
+    *,
+    trouble: str,
+    supervisor_pid: int,
+    control: Json,
 ) -> Json:
-    """Everything `supervisor status` shows. Unknown values are null."""
+    """Everything `supervisor status` shows. Unknown values are null. `control` counts what this
+    life of the supervisor has had to do with its peers."""
     durable = state.durable
     newest = max(durable.on_disk, default=None)
     exit_record = durable.last_exit
@@ -63,6 +71,7 @@ def compose(
         },
         "supervisor_pid": supervisor_pid,
         "trainer_pid": state.trainer_pid,
+        "control": control,
         "replay": {
             "verified_steps": durable.verified_steps + state.attempt_verified,
             "diverged_steps": durable.diverged_steps,
@@ -82,6 +91,14 @@ def _path(directory: RunDirectory, step: int) -> Path:
     return directory.path.resolve() / contract.CHECKPOINTS / f"{contract.checkpoint_stem(step)}.bin"
 
 
+def _age_seconds(directory: Path, step: int) -> float | None:
+    file = directory / contract.CHECKPOINTS / f"{contract.checkpoint_stem(step)}.bin"
+    try:
+        return time.time() - file.stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
 def observe(path: Path) -> tuple[Json | None, int]:
     """The last status of a run and the exit code that says whether it lives.
 
@@ -91,13 +108,10 @@ def observe(path: Path) -> tuple[Json | None, int]:
     owner = lock_holder(path / contract.LOCK_FILE)
     if status is None:
         return None, RUNNING if owner is not None else UNKNOWN
-    checkpoint = status.get("checkpoint") or {}
-    age = None
-    if checkpoint.get("path"):
-        file = path / contract.CHECKPOINTS / Path(checkpoint["path"]).name
-        age = time.time() - file.stat().st_mtime if file.exists() else None
-    status["checkpoint"] = {**checkpoint, "age_seconds": age}
-    if status.get("phase") in TERMINAL:
+    step = status["checkpoint"]["step"]
+    age = None if step is None else _age_seconds(path, step)
+    status["checkpoint"] = {**status["checkpoint"], "age_seconds": age}
+    if status["phase"] in TERMINAL:
         code = NOT_RUNNING
     elif owner is not None:
         code = RUNNING

@@ -168,12 +168,12 @@ def _log_of(directory: Path, attempt: int | None) -> Path:
 def samples(run: str | None, as_json: bool, count: int) -> int:
     """What the model writes: the newest sample audits."""
     from supervisor.contract import samples_name
-    from supervisor.rundir import read_json
+    from supervisor.sidecars import read_samples
     from supervisor.tail import printable
 
     directory = find(run)
-    name = (_status_of(directory) or {}).get("run", directory.name)
-    rows = (read_json(directory / samples_name(name)) or [])[-count:] if count > 0 else []
+    name = (_status_of(directory) or {}).get("run") or directory.name
+    rows = read_samples(directory / samples_name(name))[-count:] if count > 0 else []
     if as_json:
         print_json({"schema_version": 1, "samples": rows})
         return 0
@@ -184,7 +184,7 @@ def samples(run: str | None, as_json: bool, count: int) -> int:
 
 
 def _status_of(directory: Path) -> Json | None:
-    from supervisor.rundir import read_status
+    from supervisor.sidecars import read_status
 
     return read_status(directory)
 
@@ -220,13 +220,13 @@ def checkpoints_list(run: str | None, as_json: bool) -> int:
 @json_option
 def checkpoints_show(step: int, run: str | None, as_json: bool) -> int:
     """One checkpoint, with its digests and where its tensors are."""
-    from supervisor.contract import checkpoint_stem, parse_manifest
+    from supervisor.contract import checkpoint_stem
     from supervisor.rundir import RunError
 
     path = find(run) / CHECKPOINTS / f"{checkpoint_stem(step)}.json"
     if not path.is_file():
         raise RunError(f"no checkpoint of step {step}: {path} is not there")
-    manifest = parse_manifest(path.read_bytes(), str(path))
+    manifest = _manifest(path)
     shown = {
         "schema_version": 1,
         "step": manifest.step,
@@ -257,9 +257,18 @@ def _found_checkpoints(directory: Path) -> list[Any]:
     return find(directory / CHECKPOINTS)
 
 
-def _checkpoint_row(found: Any) -> Json:
-    from supervisor.contract import parse_manifest
+def _manifest(path: Path) -> Any:
+    from supervisor.contract import ContractError
+    from supervisor.readback import read_manifest
+    from supervisor.rundir import RunError
 
+    try:
+        return read_manifest(path, cold=False)
+    except ContractError as error:
+        raise RunError(f"{error}; `supervisor verify` says what else is damaged") from error
+
+
+def _checkpoint_row(found: Any) -> Json:
     row: Json = {
         "step": found.step,
         "path": str(found.binary),
@@ -268,7 +277,7 @@ def _checkpoint_row(found: Any) -> Json:
         "attempt": None,
     }
     if found.manifest is not None:
-        manifest = parse_manifest(found.manifest.read_bytes(), str(found.manifest))
+        manifest = _manifest(found.manifest)
         row |= {"reason": manifest.reason, "attempt": manifest.attempt}
     return row
 

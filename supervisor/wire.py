@@ -5,14 +5,18 @@ What may live here: frames in, checked events out, and back.
 
 Invariants:
 - Bound only while the run's lock is held: a second bind on an ipc path would steal it silently.
+- Only the owner of the process gets as far as a socket: it is made in a directory that nobody else
+  may enter, and for nobody else.
 - A frame of an earlier life of the trainer, or of nobody we know, never becomes an event. An
   unknown identity is asked `who` and only a hello with the right attempt and nonce is accepted.
-- Nothing blocks: a peer that does not read loses messages, never our time.
+- Nothing blocks: a peer that does not read loses messages, never our time, and what waits for it
+  is bounded in number and size.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +26,12 @@ import zmq
 
 from supervisor import contract
 from supervisor.contract import ContractError, Json
+from supervisor.rundir import RunError
 
 FRAMES_PER_WAKE_UP: Final = 256
 CLIENTS_REMEMBERED: Final = 4096
+FRAMES_QUEUED_MAX: Final = 100  # for one peer, in each direction
+CONNECTIONS_WAITING_MAX: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,33 +48,93 @@ class FromOperator:
 
 class Wire:
     """`directory_fd` is the open run directory; sockets are reached through it, so that long paths
-    and a renamed directory both work."""
+    and a renamed directory both work.
+
+    `refused` counts frames that were not understood or not from our trainer, `unheard` what we had
+    to say to a peer that was gone or did not read.
+    """
 
     def __init__(self, directory_fd: int) -> None:
         self._base = f"/proc/self/fd/{directory_fd}/{contract.SOCKETS}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.refused = 0
+        self.unheard = 0
+        self._files: dict[str, tuple[int, int] | None] = {}
         self._expected: tuple[int, str] | None = None
         self._trainer_identity: bytes | None = None
         self._asked_who: set[bytes] = set()
         self._clients: OrderedDict[str, list[bytes]] = OrderedDict()
         try:
-            Path(self._base).mkdir(mode=0o700, exist_ok=True)
-            os.chmod(self._base, 0o700)
-            self.trainer = self._bind(contract.TRAINER_SOCKET)
-            self.operator = self._bind(contract.OPERATOR_SOCKET)
+            self._enclose()
+            self.trainer = self._socket()
+            self.operator = self._socket()
+            self._bind(self.trainer, contract.TRAINER_SOCKET)
+            self._bind(self.operator, contract.OPERATOR_SOCKET)
         except BaseException:
             self._context.destroy(linger=0)
             raise
 
-    def _bind(self, name: str) -> zmq.Socket[bytes]:
+    def _enclose(self) -> None:
+        """Makes the directory of the sockets. Raises RunError where others may enter it."""
+        Path(self._base).mkdir(mode=0o700, exist_ok=True)
+        found = os.lstat(self._base)
+        mode = stat.S_IMODE(found.st_mode)
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and mode & 0o077 == 0:
+            return
+        raise RunError(
+            f"{Path(self._base).resolve()}: mode {mode:04o}, owner {found.st_uid}; expected a"
+            f" directory of mode 0700 that belongs to user {os.geteuid()}, because who reaches a"
+            " socket in it commands the run. Remove it and start again: it holds nothing to keep"
+        )
+
+    def _socket(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.MAXMSGSIZE, contract.MESSAGE_BYTES_MAX)
-        socket.set(zmq.SNDHWM, 1000)
+        socket.set(zmq.SNDHWM, FRAMES_QUEUED_MAX)
+        socket.set(zmq.RCVHWM, FRAMES_QUEUED_MAX)
+        socket.set(zmq.BACKLOG, CONNECTIONS_WAITING_MAX)
         socket.set(zmq.ROUTER_MANDATORY, 1)
-        socket.bind(f"ipc://{self._base}/{name}")
         return socket
+
+    def _bind(self, socket: zmq.Socket[bytes], name: str) -> None:
+        before = os.umask(0o077)
+        try:
+            socket.bind(f"ipc://{self._base}/{name}")
+        finally:
+            os.umask(before)
+        self._files[name] = self._file(name)
+
+    def _file(self, name: str) -> tuple[int, int] | None:
+        try:
+            found = os.stat(f"{self._base}/{name}")
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def look_after(self) -> str:
+        """Looks whether the files of the sockets are still there and ours, and brings them back:
+        cleaners of old files remove them, and whoever comes then finds nobody. To be called about
+        once a second. Returns what is wrong, or nothing.
+
+        One call lets go of what is gone, the next one binds: only by then has zmq closed the old
+        socket, which would take a new file of its name away with it.
+        """
+        problems = []
+        for socket, name in (
+            (self.trainer, contract.TRAINER_SOCKET),
+            (self.operator, contract.OPERATOR_SOCKET),
+        ):
+            try:
+                if self._files[name] is None:
+                    self._enclose()
+                    self._bind(socket, name)
+                elif self._file(name) != self._files[name]:
+                    self._files[name] = None
+                    socket.unbind(f"ipc://{self._base}/{name}")
+            except (OSError, RunError, zmq.ZMQError) as error:
+                problems.append(f"socket {name} is away and cannot be made again: {error}")
+        return "; ".join(problems)
 
     def close(self) -> None:
         """Gives replies that are under way a moment, then closes everything and unlinks."""
@@ -153,6 +220,9 @@ class Wire:
     def reply(self, id: str, outcome: str, why: str, result: Json) -> None:
         """To every client that asked under this id."""
         frame = contract.encode_message("reply", id=id, outcome=outcome, why=why, result=result)
+        if len(frame) > contract.MESSAGE_BYTES_MAX:
+            why = f"{outcome}, but the reply has {len(frame)} bytes, more than a message may have"
+            frame = contract.encode_message("reply", id=id, outcome="refused", why=why, result={})
         for identity in self._clients.pop(id, []):
             self._send(self.operator, identity, frame)
 
@@ -161,7 +231,7 @@ class Wire:
             socket.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                # It is gone or it does not read.
+                self.unheard += 1
                 return False
             raise
         return True

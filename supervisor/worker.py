@@ -31,7 +31,7 @@ class Outcome:
 
 class Worker:
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[int, Job] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[int | None, Job] | None] = queue.SimpleQueue()
         self._outcomes: deque[Outcome | BaseException] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._tickets = 0
@@ -46,6 +46,10 @@ class Worker:
         self._tickets += 1
         self._jobs.put((self._tickets, job))
         return self._tickets
+
+    def submit_hint(self, job: Job) -> None:
+        """A job whose end nobody waits for, success or failure: it wakes nobody up."""
+        self._jobs.put((None, job))
 
     def outcomes(self) -> list[Outcome]:
         """Every job that has ended since. Re-raises what only a bug can raise."""
@@ -71,12 +75,14 @@ class Worker:
         while (item := self._jobs.get()) is not None:
             ticket, job = item
             try:
-                self._outcomes.append(Outcome(ticket, job(), None))
+                outcome = Outcome(ticket or 0, job(), None)
             except OSError as error:
-                self._outcomes.append(Outcome(ticket, None, error))
+                outcome = Outcome(ticket or 0, None, error)
             except BaseException as error:
                 # Our bug: hand it to the loop, which ends this life with it, and stop working.
                 self._outcomes.append(error)
                 os.eventfd_write(self._wake_fd, 1)
                 return
-            os.eventfd_write(self._wake_fd, 1)
+            if ticket is not None:
+                self._outcomes.append(outcome)
+                os.eventfd_write(self._wake_fd, 1)

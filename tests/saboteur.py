@@ -9,9 +9,9 @@ the step stands in for training. Steps and cadence come from run.toml. Run by th
   and gone (after it). Names: kill, segv, deaf, exitN (leaves with code N, and says so in its exit
   line), crashN (leaves with code N without a word), wrong (another loss than last time), gap (skips
   a step), restless (does not wait once it has paused), stray (leaves a process behind that holds
-  the lock), and torn:STAGE, a kill inside the publication of this step's checkpoint, for the stages
-  of `checkpoint_kit.publish`. Those of HANGS make no progress any more; `stalled@STEP` is stuck in
-  the save of that step.
+  the lock), unsignalled (no signal reaches it), and torn:STAGE, a kill inside the publication of
+  this step's checkpoint, for the stages of `checkpoint_kit.publish`. Those of HANGS make no
+  progress any more; `stalled@STEP` is stuck in the save of that step.
 - SABOTEUR_GATE: a file with a number; training is held at that step until the file says more.
 - SABOTEUR_MUTE: anything; it has no link then and knows only signals.
 - SABOTEUR_PAUSE: how many seconds it waits for the word to exit.
@@ -202,6 +202,9 @@ class Saboteur:
             elif name in HANGS:
                 print(f"the saboteur hangs: {name}", flush=True)
                 HANGS[name]()
+            elif name == "unsignalled":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             elif name == "stray":
                 leave_stray(self.life.lock_fd)
             elif name.startswith("exit"):

@@ -350,7 +350,7 @@ def test_verify_survives_a_manifest_that_is_nested_too_deep_to_write(run: Path) 
     deep = b'"detectors":{"a":' + b"[" * 400 + b"]" * 400 + b"}"
     raw = made.to_bytes().replace(b'"detectors":{}', deep)
     member(run, 100, ".json").write_bytes(raw)
-    with pytest.raises(Damaged, match=r"step_000100\.json: Recursion limit"):
+    with pytest.raises(Damaged, match=r"step_000100\.json: nested deeper than 64"):
         verify(only(run, 100), RUN_ID)
 
 

@@ -478,6 +478,7 @@ def test_a_restart_saves_and_is_answered_by_the_next_attempt(run: Run) -> None:
 
 @pytest.mark.fault("SV-65", phase="running", does="answers the same id twice and saves once")
 @pytest.mark.fault("SV-65", phase="adoption", does="answers an id of before its own death")
+@pytest.mark.fault("SV-65", phase="running", does="carries the same request out once")
 def test_the_same_request_is_carried_out_once(run: Run) -> None:
     supervisor = run.hold(12)
     first = run.ask("checkpoint", id="once", at="now")
@@ -780,6 +781,7 @@ def shout(run: Run, socket_name: str, frames: list[list[bytes]]) -> None:
 @pytest.mark.fault(
     "SV-67", phase="running", does="drops all that is not a valid message, and trains on"
 )
+@pytest.mark.fault("SV-67", phase="running", does="runs nothing that a message says")
 def test_garbage_on_the_sockets_disturbs_nobody(run: Run) -> None:
     supervisor = run.hold(12)
     valid: Json = {"attempt": 1, "nonce": "0" * 16}
@@ -814,7 +816,9 @@ def test_garbage_on_the_sockets_disturbs_nobody(run: Run) -> None:
 
 
 @pytest.mark.fault("SV-58", phase="running", does="has working sockets under a path of any length")
+@pytest.mark.fault("SV-58", phase="any", does="works in a directory with a path of any length")
 def test_a_path_of_200_characters_works(tmp_path: Path) -> None:
+    """A path of more than 107 bytes fits no socket address (LMCache PR 3530, libzmq PR 1176)."""
     deep = tmp_path / ("a" * 100) / ("b" * 100)
     deep.mkdir(parents=True)
     with contextlib.closing(Run(deep)) as run:

@@ -32,9 +32,9 @@ LONGER = {"supervisor/contract.py": 800, "supervisor/daemon.py": 560}
 FOR_TRAINERS = {"contract", "config", "curriculum", "coherence", "link"}
 
 PURE = {
-    *("contract", "events", "projection", "bandit", "policy", "curriculum_state", "mixture"),
-    *("curriculum", "coherence", "replay", "records", "state", "moves", "pivoting", "requests"),
-    *("machine", "patience", "deaths", "vigil"),
+    *("foreign", "contract", "events", "projection", "bandit", "policy", "curriculum_state"),
+    *("mixture", "curriculum", "coherence", "replay", "records", "state", "moves", "pivoting"),
+    *("requests", "machine", "patience", "deaths", "vigil"),
 }
 IMPURE = {
     *("asyncio", "multiprocessing", "os", "pathlib", "random", "secrets", "select", "signal"),

@@ -303,7 +303,7 @@ def test_a_frame_that_nobody_understands_is_told_and_dropped(
     assert linked.due(cadence=False).requests == ("after",)
     told = capsys.readouterr().err
     assert "unknown verb 'dance'" in told
-    assert "at is 'some day'" in told
+    assert "field at: expected one of ('now', 'boundary'), got 'some day'" in told
 
 
 def test_a_stop_is_named_in_its_checkpoint_and_in_the_farewell(

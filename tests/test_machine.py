@@ -401,7 +401,7 @@ def test_a_record_survives_the_journal(record: ev.Record) -> None:
 
 def test_a_record_of_a_newer_version_is_left_out_and_a_broken_one_is_named() -> None:
     assert ev.record_from_json({"record": "policy_melted", "seq": 3}) is None
-    with pytest.raises(ContractError, match=r"attempt_spawned 3: no \['pid'\]"):
+    with pytest.raises(ContractError, match=r"attempt_spawned 3: no pid"):
         ev.record_from_json(
             {"record": "attempt_spawned", "seq": 3, "attempt": 1, "start_ticks": 1, "boot_id": "b"}
         )
@@ -684,6 +684,7 @@ def jitter(run_id: str, attempt: int) -> float:
 
 
 @pytest.mark.fault("SV-38", phase="backoff", does="waits before the first retry too, with jitter")
+@pytest.mark.fault("SV-38", phase="backoff", does="waits before the first retry, with jitter")
 def test_a_crash_is_reaped_recorded_and_waited_out() -> None:
     case = Case().to_running()
     assert case.feed(ev.Died) == [ev.Reap()]
@@ -859,18 +860,31 @@ def test_some_exit_codes_fail_at_once(code: int, cause: str, word: str) -> None:
     assert case.state.why.endswith(": window 7 of arm books")
 
 
-@pytest.mark.fault(
-    "FC-89", phase="running", does="charges a preemption to nobody, and starts again at once"
-)
-def test_fc89_try_again_is_not_counted_and_not_waited_for() -> None:
-    """Preemptions ate the budget of failures (skypilot-org/skypilot PR 4169)."""
+@pytest.mark.fault("FC-89", phase="backoff", does="tries again without charging the budget")
+@pytest.mark.fault("SV-37", phase="backoff", does="waits longer each time, charged or not")
+@pytest.mark.parametrize("code", [int(ExitCode.AGAIN), int(ExitCode.OK)], ids=["again", "stopped"])
+def test_fc89_an_end_that_is_not_charged_waits_longer_each_time(code: int) -> None:
+    """Preemptions ate the budget of failures (skypilot-org/skypilot PR 4169); not counting them
+    must not mean a restart loop without any bound (Supervisor #487). The same holds for a trainer
+    that leaves as if it had been told to stop."""
+    line = None if code else STOPPED_LINE
     case = Case()
     case.open()
-    for _ in range(3 * RULES.deaths):
+    waits = []
+    for attempt in range(1, 4 * RULES.deaths):
         case.to_running()
-        case.die(int(ExitCode.AGAIN))
+        case.die(code, line=line)
         assert case.state.durable.deaths == 0
-        assert case.place == ("starting", "merging")
+        assert case.place == ("backoff", "")
+        waits.append(((case.deadline() or 0.0) - case.now) / jitter("0f3a", attempt))
+        case.tick(RULES.maximum_delay_seconds)
+    doubled = [min(2.0**n, RULES.maximum_delay_seconds) for n in range(len(waits))]
+    assert waits == pytest.approx(doubled)
+    case.to_running()
+    case.saved(1)
+    case.die(code, line=line)
+    after_progress = ((case.deadline() or 0.0) - case.now) / jitter("0f3a", 4 * RULES.deaths)
+    assert after_progress == pytest.approx(RULES.delay_seconds)
 
 
 def test_a_checkpoint_that_could_not_be_written_is_counted_and_tried_again() -> None:

@@ -22,8 +22,6 @@ from supervisor.rundir import (
     find_run,
     list_runs,
     lock_holder,
-    read_json,
-    read_status,
     take_lock,
     take_trainer_lock,
 )
@@ -107,6 +105,7 @@ def test_an_owner_is_named_and_readers_do_not_disturb_it(directory: RunDirectory
     "SV-69", phase="starting", does="asks the lock and not the file: what a crash left bars nobody"
 )
 @pytest.mark.fault("FC-80", phase="starting", does="takes a lock file over that nobody holds")
+@pytest.mark.fault("FC-80", phase="starting", does="takes over a lock file that outlived its owner")
 def test_fc80_a_stale_lock_is_taken_over(directory: RunDirectory) -> None:
     """A lock file outlived a crash and blocked every later start (ChrisCummins/clgen #116)."""
     directory.lock.write_bytes(orjson.dumps({"pid": 1, "host": "gone", "started": "long ago"}))
@@ -115,6 +114,7 @@ def test_fc80_a_stale_lock_is_taken_over(directory: RunDirectory) -> None:
     os.close(fd)
 
 
+@pytest.mark.fault("SV-73", phase="starting", does="finds the owner of the lock in the kernel")
 def test_an_owner_that_was_killed_holds_nothing(directory: RunDirectory) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", _OWNER, str(directory.path)],
@@ -285,28 +285,6 @@ def test_what_is_not_found_is_answered_with_what_there_is(runs: Path, tmp_path: 
         find_run("dora", tmp_path / "empty")
     with pytest.raises(RunError, match="supervisor start --config FILE"):
         find_run(None, tmp_path / "empty")
-
-
-# --- sidecars -------------------------------------------------------------------------------------
-
-
-def test_a_sidecar_is_absent_or_whole_or_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    assert read_json(path) is None
-    path.write_text("[1]")
-    assert read_json(path) == [1]
-    path.write_text("[1")
-    with pytest.raises(RunError, match=r"x\.json: not valid JSON"):
-        read_json(path)
-
-
-def test_a_status_is_an_object(tmp_path: Path) -> None:
-    assert read_status(tmp_path) is None
-    (tmp_path / contract.STATUS_FILE).write_text('{"phase": "running"}')
-    assert read_status(tmp_path) == {"phase": "running"}
-    (tmp_path / contract.STATUS_FILE).write_text("[]")
-    with pytest.raises(RunError, match="expected an object"):
-        read_status(tmp_path)
 
 
 def test_whoever_stands_inside_is_not_moved_by_a_rename(

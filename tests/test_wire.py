@@ -310,6 +310,7 @@ def test_one_wake_up_is_bounded(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> 
     "SV-66", phase="starting", does="binds inside a directory that is owner-only already"
 )
 @pytest.mark.fault("SV-57", phase="stopping", does="takes its sockets with it when it ends")
+@pytest.mark.fault("SV-66", phase="any", does="keeps its sockets in a directory of mode 0700")
 def test_only_the_owner_reaches_the_sockets_and_they_go_with_their_supervisor(
     tmp_path: Path,
 ) -> None:
@@ -324,9 +325,10 @@ def test_only_the_owner_reaches_the_sockets_and_they_go_with_their_supervisor(
 @pytest.mark.fault(
     "SV-57", phase="starting", does="binds over the socket files that a killed one left"
 )
+@pytest.mark.fault("SV-57", phase="starting", does="takes over socket files that were left behind")
 def test_sockets_of_a_killed_supervisor_are_taken_over(tmp_path: Path) -> None:
     sockets = tmp_path / contract.SOCKETS
-    sockets.mkdir()
+    sockets.mkdir(mode=0o700)
     (sockets / contract.OPERATOR_SOCKET).touch()
     ends = Ends(tmp_path)
     operator = ends.operator()
