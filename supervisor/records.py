@@ -337,7 +337,7 @@ def record_from_json(line: Json) -> Record | None:
         return None
     where = f"journal record {line.get('record')} {line.get('seq')}"
     values = {}
-    for name, (kind, required) in _fields_of(cls).items():
+    for name, (kind, required) in _fields_of(str(line["record"])).items():
         if name not in line:
             if required:
                 raise RecordBroken(f"{where}: no {name}")
@@ -366,7 +366,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 @cache
-def _fields_of(cls: Any) -> dict[str, tuple[Any, bool]]:
-    """Name -> type and whether an older journal must have it, too."""
+def _fields_of(record: str) -> dict[str, tuple[Any, bool]]:
+    """Field -> type, and whether an older journal must have it, too."""
+    cls = RECORDS[record]
     kinds = get_type_hints(cls)
     return {f.name: (kinds[f.name], f.default is MISSING) for f in fields(cls)}
