@@ -16,8 +16,9 @@ from dataclasses import replace
 from typing import Final
 
 from supervisor import events as ev, moves, pivoting, requests
+from supervisor.causes import explain, judge
 from supervisor.contract import Json
-from supervisor.state import CAUSE_OF_CODE, PHASES, Impossible, Rules, State, Turn
+from supervisor.state import PHASES, Impossible, Rules, State, Turn
 
 Handler = Callable[[Turn, ev.Event], None]
 
@@ -55,7 +56,7 @@ def _opened(turn: Turn, event: ev.Event) -> None:
     ):
         return
     elif ours:
-        _adopt(turn, ours[0].pid, wish)
+        _adopt(turn, ours[0], wish, event.stepped)
     elif turn.state.durable.open is not None:
         # Its main process is dead; what else of it still holds the lock is ended by the reaping.
         turn.set(phase="backoff", stage="reaping")
@@ -64,13 +65,21 @@ def _opened(turn: Turn, event: ev.Event) -> None:
         moves.start(turn)
 
 
-def _adopt(turn: Turn, pid: int, wish: str) -> None:
+def _adopt(turn: Turn, found: ev.Holder, wish: str, stepped: bool) -> None:
+    """One that has made no step yet may still be loading, and has no longer for it than others."""
     opened = turn.state.durable.open
     assert opened is not None
-    turn.append(ev.AttemptAdopted(opened.attempt, pid))
-    turn.set(phase="running", stage="", trainer_pid=pid, step=opened.resume_step)
-    turn.do(ev.Adopt(pid))
-    if wish == "stop":
+    turn.append(ev.AttemptAdopted(opened.attempt, found.pid))
+    turn.set(trainer_pid=found.pid, step=opened.resume_step)
+    if stepped:
+        turn.set(phase="running", stage="")
+    else:
+        deadline = turn.now + turn.rules.start_seconds
+        turn.set(phase="starting", stage="loading", deadline=deadline)
+    turn.do(ev.Adopt(found.pid))
+    if found.dying:
+        moves.begin_kill(turn, "stop" if wish == "stop" else "kill")
+    elif wish == "stop":
         moves.begin_stop(turn, "stop")
 
 
@@ -311,6 +320,8 @@ def _tick(turn: Turn, event: ev.Event) -> None:
         case "running":
             moves.remind(turn)
             pivoting.progressed(turn)
+        case "stopping" if state.escalation == "killed":
+            moves.give_up_killing(turn)
         case "stopping" if turn.now >= state.force_at:
             moves.kill(turn)
         case "stopping":
@@ -330,36 +341,17 @@ def _died(turn: Turn, event: ev.Event) -> None:
     turn.do(ev.Reap())
 
 
-def judge(event: ev.Reaped, asked_to_stop: bool, killed_by_us: bool) -> str:
-    """The cause of death. What the kernel saw outranks what the trainer wrote about itself."""
-    if event.signal is not None:
-        return "killed" if killed_by_us else "signal"
-    line = event.exit_line
-    code = event.code if event.code is not None else line.code if line is not None else None
-    if code is None:
-        return "unknown"
-    if code != 0:
-        return CAUSE_OF_CODE.get(code, "crash")
-    if line is not None and line.why in ("finished", "stopped"):
-        return line.why
-    return "stopped" if asked_to_stop else "finished"
-
-
 def _reaped(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Reaped)
     state = turn.state
     cause = judge(event, state.intent in ("stop", "restart", "pivot"), state.escalation == "killed")
-    line = event.exit_line
-    message = state.why or event.message or (line.message if line is not None else "")
+    message = explain(cause, event, state.why)
     turn.set(history_step=event.step, step=event.step, trainer_pid=None, trainer_phase="", why="")
-    if event.holders:
-        pids = ", ".join(str(pid) for pid in event.holders)
-        moves.ended(
-            turn, cause, event.code, event.signal, event.step, event.verified_steps, message, False
-        )
-        moves.end(turn, "stuck", f"processes {pids} of the dead attempt do not end")
-        return
-    moves.ended(turn, cause, event.code, event.signal, event.step, event.verified_steps, message)
+    left = moves.left_behind(event)
+    status, counts = (cause, event.code, event.signal), (event.step, event.verified_steps)
+    moves.ended(turn, *status, *counts, message, go_on=not left)
+    if left:
+        moves.end(turn, "stuck", left)
 
 
 # --- the table ---
@@ -386,6 +378,13 @@ _ANYWHERE: Final[dict[type, Handler]] = {
     ev.Verified: _verified,
     ev.Removed: _removed,
     ev.Noticed: _noticed,
+}
+_TERMINAL_ROW: Final[dict[type, Handler]] = {
+    **_ANYWHERE,
+    ev.Ticked: _ignore,
+    ev.Asked: _ended_already,
+    ev.Heard: _ignore,
+    ev.Recorded: _ignore,
 }
 _ROWS: Final[dict[str, dict[type, Handler]]] = {
     "idle": {ev.Opened: _opened},
@@ -431,13 +430,8 @@ _ROWS: Final[dict[str, dict[type, Handler]]] = {
         ev.Recorded: _recorded,
         ev.Reaped: _reaped,
     },
-}
-_TERMINAL_ROW: Final[dict[type, Handler]] = {
-    **_ANYWHERE,
-    ev.Ticked: _ignore,
-    ev.Asked: _ended_already,
-    ev.Heard: _ignore,
-    ev.Recorded: _ignore,
+    # What could not be killed may end after all.
+    "stuck": {**_TERMINAL_ROW, ev.Died: _ignore},
 }
 EVENTS: Final[tuple[type, ...]] = ev.Event.__args__
 TABLE: Final[dict[tuple[str, type], Handler]] = {

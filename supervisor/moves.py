@@ -102,10 +102,32 @@ def begin_kill(turn: Turn, intent: str) -> None:
 
 def kill(turn: Turn) -> None:
     """Once the main process is dead this only ends what it left behind: the death was not ours."""
-    if turn.state.stage != "reaping":
-        turn.set(escalation="killed")
-    turn.set(deadline=None)
+    if turn.state.stage == "reaping":
+        turn.set(deadline=None)
+    elif turn.state.escalation != "killed":
+        turn.set(escalation="killed", deadline=turn.now + turn.rules.kill_seconds)
     turn.do(ev.Kill())
+
+
+def give_up_killing(turn: Turn) -> None:
+    end(
+        turn,
+        "stuck",
+        f"process {turn.state.trainer_pid} does not end, {turn.rules.kill_seconds:g} s after"
+        " SIGKILL: the kernel waits in it for a disk or a device. Once it is gone,"
+        " `supervisor start` goes on",
+    )
+
+
+def left_behind(event: ev.Reaped) -> str:
+    """What of the dead attempt does not go away, or nothing."""
+    left = []
+    if event.holders:
+        pids = ", ".join(str(pid) for pid in event.holders)
+        left.append(f"processes {pids} of the dead attempt do not end")
+    if event.held:
+        left.append(f"the memory of the dead attempt is not released: {event.held}")
+    return "; ".join(left)
 
 
 def forward_requests(turn: Turn, again: bool = False) -> None:

@@ -247,6 +247,7 @@ def _options(
             grace_seconds=settings.stop.grace_seconds,
             signal_after_seconds=settings.stop.signal_after_seconds,
             start_seconds=settings.hang.start_seconds,
+            kill_seconds=settings.stop.kill_seconds,
         ),
         run_id=settings.run.id,
         command=command,

@@ -32,7 +32,10 @@ PHASES: Final = (
 TERMINAL: Final = ("stopped", "failed", "finished", "stuck")
 
 # Ends that nobody asked for. `again` is one, but it is not charged to the budget.
-UNPLANNED: Final = ("signal", "killed", "crash", "unknown", "checkpoint", "spawn", "again")
+UNPLANNED: Final = (
+    *("signal", "killed", "crash", "out-of-memory", "device-lost", "unknown"),
+    *("checkpoint", "spawn", "again"),
+)
 PERMANENT: Final = {
     "configuration": "the trainer refused its configuration",
     "data": "the data, the tokenizer or the checkpoint does not match the run",
@@ -60,6 +63,7 @@ class Rules:
     grace_seconds: float = 120.0
     signal_after_seconds: float = 2.0
     start_seconds: float = 1200.0
+    kill_seconds: float = 30.0
     hasten_seconds: float = 5.0
 
 

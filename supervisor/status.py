@@ -22,7 +22,13 @@ RUNNING, DEAD, NOT_RUNNING, UNKNOWN = 0, 1, 3, 4
 
 
 def compose(
-    directory: RunDirectory, state: State, gauge: Gauge, *, trouble: str, supervisor_pid: int
+    directory: RunDirectory,
+    state: State,
+    gauge: Gauge,
+    *,
+    trouble: str,
+    supervisor_pid: int,
+    containment: str,
 ) -> Json:
     """Everything `supervisor status` shows. Unknown values are null."""
     durable = state.durable
@@ -59,6 +65,7 @@ def compose(
         },
         "supervisor_pid": supervisor_pid,
         "trainer_pid": state.trainer_pid,
+        "containment": containment,
         "replay": {
             "verified_steps": durable.verified_steps + state.attempt_verified,
             "diverged_steps": durable.diverged_steps,
@@ -68,6 +75,7 @@ def compose(
             "cause": exit_record.cause if exit_record else None,
             "code": exit_record.code if exit_record else None,
             "signal": exit_record.signal if exit_record else None,
+            "message": exit_record.message or None if exit_record else None,
         },
         "alarms": alarms,
         "reason": state.why or durable.reason or None,

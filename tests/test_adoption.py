@@ -81,9 +81,10 @@ def test_a_start_adopts_the_trainer_that_lives(run: Run) -> None:
     run.open_gate()
     assert run.end(supervisor) == 0
     assert_exact(run, 30, verified=0)
-    # Only a parent can wait for a status: its own exit line tells.
+    # Only a parent can wait for a status: its own exit line tells, and a kernel that is new enough.
     (ended,) = run.records("attempt_ended")
-    assert (ended["cause"], ended["code"]) == ("finished", None)
+    assert ended["cause"] == "finished"
+    assert ended["code"] in (0, None)
     assert {r["step"] for r in run.records("checkpoint_committed")} == {10, 14, 20, 30}
 
 

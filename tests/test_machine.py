@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from supervisor import events as ev
+from supervisor.causes import judge
 from supervisor.contract import ContractError, ExitCode, ExitLine
-from supervisor.machine import EVENTS, TABLE, _impossible, decide, judge
+from supervisor.machine import EVENTS, TABLE, _impossible, decide
 from supervisor.state import (
     CAUSES,
     PHASES,
@@ -91,6 +92,7 @@ class Case:
 
     def open(self, wish: str | None = "run", *holders: ev.Holder, **more: Any) -> list[ev.Effect]:
         request = more.pop("request", "")
+        more.setdefault("stepped", True)
         return self.feed(ev.Opened, self.life, holders, wish, request, **more)
 
     def select(self, step: int | None, **more: Any) -> list[ev.Effect]:
@@ -517,7 +519,7 @@ def test_no_hello_in_time_is_killed_and_counted() -> None:
     assert case.tick(RULES.start_seconds - 1) == []
     assert case.tick(1) == [ev.Kill()]
     assert case.place == ("stopping", "")
-    assert case.deadline() is None
+    assert case.deadline() == case.now + RULES.kill_seconds
     case.die(signal=9)
     ended = case.state.durable.last_exit
     assert ended is not None
@@ -908,7 +910,7 @@ def test_stop_goes_by_message_then_by_term_then_by_kill() -> None:
     assert case.deadline() == began + RULES.grace_seconds
     assert case.tick(RULES.grace_seconds - RULES.signal_after_seconds - 1) == []
     assert case.tick(1) == [ev.Kill()]
-    assert case.deadline() is None
+    assert case.deadline() == case.now + RULES.kill_seconds
     case.die(signal=9)
     assert case.records == [
         ev.AttemptEnded(1, "killed", None, 9, 0, False, 0, ""),

@@ -304,7 +304,7 @@ def check_waiting(after: State, event: ev.Event) -> None:
         case ("backoff", "") | ("starting", "loading"):
             assert after.deadline is not None
         case ("stopping", ""):
-            assert (after.deadline is None) == (after.escalation == "killed")
+            assert after.deadline is not None
         case ("running", ""):
             unseen = [r for r in after.checkpoints if r.sent_at is not None and not r.seen]
             assert (after.deadline is None) == (not unseen and after.unlinked_until is None)
