@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from runs_kit import kill, wait_for_end, wait_until
 
-from supervisor import attendant, child, contract, events as ev, evidence, proc
+from supervisor import attendant, cgroup, child, contract, events as ev, evidence, proc
 from supervisor.attendant import Attendant
 from supervisor.log import Log
 from supervisor.rundir import RunDirectory, take_trainer_lock
@@ -267,7 +267,9 @@ def test_a_lock_that_is_not_there_has_no_holders(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def attending(directory: RunDirectory) -> Iterator[Attendant]:
+def attending(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attendant]:
+    """One that has no control groups, wherever these tests run."""
+    monkeypatch.setattr(cgroup, "MOUNTS", os.devnull)
     log = Log(directory.supervisor_log)
     made = Attendant(directory, log)
     yield made
