@@ -198,8 +198,7 @@ class Saboteur:
             elif name.startswith("signal"):
                 die_of(int(name[6:]))
             elif name == "native":
-                # The interpreter's lock is kept, as by many an extension.
-                ctypes.PyDLL(None).sleep(10**6)
+                hang_in_native_code()
             elif name == "limit":
                 limit_address_space()
             elif name == "grow":
@@ -236,6 +235,16 @@ def die_of(number: int) -> None:
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+
+
+def hang_in_native_code() -> None:
+    """The interpreter's lock is kept, as by many an extension; a lock that is taken twice by one
+    thread is waited for whatever signal comes."""
+    mutex = ctypes.create_string_buffer(64)
+    library = ctypes.PyDLL(None)
+    print("native from here on", flush=True)
+    for _ in range(2):
+        library.pthread_mutex_lock(mutex)
 
 
 def limit_address_space() -> None:
