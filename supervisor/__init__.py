@@ -18,7 +18,8 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     1  replay.py               what an attempt adds to the history, and what it only proves
     1  patience.py             how long a trainer may make no progress; learned, phase by phase
     1  state.py                what the lifecycle knows
-    1  deaths.py               what a death says: its cause, and whether a checkpoint is to blame
+    1  blame.py                whether a checkpoint is to blame for a row of deaths
+    1  causes.py               why an attempt ended, judged from what was seen
     1  moves.py                what its decisions are made of: start, spawn, stop, back off, end
     1  vigil.py                what silence leads to: evidence, then an end
     1  pivoting.py             a change of policy as one transaction, decided
@@ -33,6 +34,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     3  rows.py                 where the rows of a ledger begin and end
     3  ledger.py               the history: append-only, repaired on opening
     3  journal.py              rare facts, one checksummed line each
+    3  proc.py                 what the kernel says of processes and locks
     3  rundir.py               the run directory: where things are, who owns it
     3  sidecars.py             status, samples, state, training, as their readers get them
     3  recorder.py             receipts into the ledger and the sidecars
@@ -45,9 +47,15 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     4  commit.py               groups of writes, and the effects that wait for them
     4  archive.py              what a pivot writes: the archive, and the files of an epoch
     4  checkpoint_requests.py  what the helper process does with one request
+    4  orphans.py              descendants without a parent, and children with an owner
     4  verifier.py             the helper process that reads and removes checkpoints
-    4  child.py                one child process and what can be proven about it
-    4  evidence.py             where a silent trainer stands
+    4  cgroup.py               a control group for each attempt, where we may have one
+    4  tree.py                 everything that belongs to one attempt
+    4  child.py                one child process: started or adopted, signalled, waited for
+    4  strays.py               what a dead attempt left, until that has ended too
+    4  standing.py             where a silent trainer stands
+    4  evidence.py             what there is to see of a death besides its status
+    4  devices.py              the memory of GPUs that a dead attempt still has
     4  wire.py                 the two sockets of a supervisor
     4  link.py                 the trainer's side: receipts, requests, the exit record
     4  log.py                  the supervisor's own log

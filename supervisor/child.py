@@ -1,185 +1,112 @@
-"""One child process and what can be proven about it.
+"""One child process: started or adopted, signalled, waited for.
 
-What may live here: spawning, adopting, signalling and reaping the trainer, and the /proc readings
-that prove who a process is.
+What may live here: the trainer's main process and the proof that it is ours. What else belongs to
+an attempt is `tree`.
 
 Invariants:
 - Nothing is signalled by name or by a bare pid. A signal goes through a pidfd that was opened
-  before the identity was checked, or to a process that holds our lock and carries our nonce.
+  before the identity was checked.
 - The child holds trainer.lock from its first instruction, through an inherited descriptor.
 - The child writes its own log file; no pipe runs through the supervisor.
+- It stays a zombie until it is let go: until then its pid, and with it its session, is ours.
 """
 
 from __future__ import annotations
 
 import os
 import select
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from supervisor import contract
+from supervisor import contract, proc, tree
+from supervisor.cgroup import Cgroup
 from supervisor.events import AttemptSpawned, Holder
+from supervisor.orphans import Owned
 
-# Spawned with SIGUSR1 ignored, so that a request that comes too early cannot kill; and first in
-# line when memory runs out, before the supervisor that would restart it. The command arrives as
-# arguments, never as text for the shell to read.
-_SHIM: Final = "trap '' USR1; { echo 500 > /proc/self/oom_score_adj; } 2> /dev/null; exec \"$@\""
-
-
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
-def start_ticks(pid: int) -> int | None:
-    """The kernel's start time of a process in clock ticks since boot; None where it is gone.
-    A zombie counts as gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def handles_signal(pid: int, number: int) -> bool:
-    """Whether the process has a handler of its own for this signal (SigCgt in /proc)."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    for line in status.splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
+# Between fork and exec, in a program of its own instead of a callback in a process with threads:
+# into the control group, if there is one; SIGUSR1 ignored, so that a request that comes too early
+# cannot kill; first in line when memory runs out, before the supervisor that would restart it. The
+# command arrives as arguments, never as text for the shell to read.
+_SHIM: Final = (
+    '[ -z "$1" ] || { echo 0 > "$1"; } 2> /dev/null; shift; trap \'\' USR1;'
+    ' { echo 500 > /proc/self/oom_score_adj; } 2> /dev/null; exec "$@"'
+)
 
 
 def holders(lock_path: Path, nonce: str, main: AttemptSpawned | None = None) -> tuple[Holder, ...]:
-    """Every process that has trainer.lock open, by inode. Processes of other users are not
-    visible and cannot hold it: the run directory is owner-only.
+    """Every process that holds trainer.lock.
 
     `main` is the record of the attempt's main process. Where there is none, because the supervisor
     died before it was written, whoever leads a session is taken for it.
     """
-    try:
-        wanted = os.stat(lock_path)
-    except FileNotFoundError:
-        return ()
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdecimal() or int(name) == os.getpid():
-            continue
-        pid = int(name)
-        if not _has_open(pid, wanted.st_dev, wanted.st_ino):
-            continue
-        found.append(
-            Holder(
-                pid=pid,
-                ours=bool(nonce) and _carries(pid, nonce),
-                leader=_session(pid) == pid if main is None else _is(pid, main),
-                command=_command(pid),
-            )
+    return tuple(
+        Holder(
+            pid=pid,
+            # One that is ending has lost the memory that its environment was in, while the lock is
+            # open for some milliseconds more: it can no longer write, and is no stranger.
+            ours=bool(nonce) and (proc.carries(pid, nonce) or proc.is_ending(pid)),
+            leader=proc.session(pid) == pid if main is None else _is(pid, main),
+            command=proc.command(pid),
+            dying=proc.is_dying(pid),
         )
-    return tuple(found)
+        for pid in proc.lock_holders(lock_path)
+    )
 
 
 def _is(pid: int, recorded: AttemptSpawned) -> bool:
-    found = (pid, start_ticks(pid), boot_id())
+    found = (pid, proc.start_ticks(pid), proc.boot_id())
     return found == (recorded.pid, recorded.start_ticks, recorded.boot_id)
-
-
-def _has_open(pid: int, device: int, inode: int) -> bool:
-    try:
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            try:
-                found = os.stat(f"/proc/{pid}/fd/{fd}")
-            except OSError:
-                continue
-            if (found.st_dev, found.st_ino) == (device, inode):
-                return True
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return False
-    return False
-
-
-def _carries(pid: int, nonce: str) -> bool:
-    """Whether the process is of the attempt with this nonce. One that is ending has lost the memory
-    that its environment was in, while the lock is open for some milliseconds more: it can no longer
-    write, and must not be taken for a stranger."""
-    return _environment(pid).get(contract.ENV_NONCE) == nonce or _is_ending(pid)
-
-
-def _is_ending(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/statm").read_bytes().startswith(b"0 ")
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def _environment(pid: int) -> dict[str, str]:
-    try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return {}
-    pairs = (item.partition(b"=") for item in raw.split(b"\0") if item)
-    return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
-
-
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
-
-
-def _command(pid: int) -> str:
-    try:
-        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return "gone"
-    return os.fsdecode(raw.replace(b"\0", b" ")).strip()[:120] or "unknown"
 
 
 @dataclass(slots=True)
 class Child:
-    """A trainer that is alive or not yet reaped. `process` is None for an adopted one: only a
-    parent can wait for a status."""
+    """A trainer that is alive or not yet let go. `process` is None for an adopted one, whose parent
+    somebody else is."""
 
     pid: int
     pidfd: int
     start_ticks: int
-    process: subprocess.Popen[bytes] | None
+    process: Owned | None
 
     def poll(self) -> bool:
         """True once the main process has ended (a zombie has)."""
-        if self.process is not None:
-            return self.process.poll() is not None
+        if self.pidfd < 0:
+            return True
         poller = select.poll()
         poller.register(self.pidfd, select.POLLIN)
         return bool(poller.poll(0))
 
     def status(self) -> tuple[int | None, int | None]:
         """(exit code, signal) of an ended child; (None, None) where nobody could see it."""
-        if self.process is None or self.process.returncode is None:
+        if not self.poll():
             return None, None
-        code = self.process.returncode
+        if self.process is None:
+            status = proc.wait_status(self.pid, self.pidfd)
+            code = None if status is None else os.waitstatus_to_exitcode(status)
+        else:
+            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            ended = os.waitid(os.P_PIDFD, self.pidfd, flags)
+            assert ended is not None, "its descriptor says that it has ended"
+            exited = ended.si_code == os.CLD_EXITED
+            code = ended.si_status if exited else -ended.si_status
+        if code is None:
+            return None, None
         return (None, -code) if code < 0 else (code, None)
 
     def send(self, number: int) -> bool:
-        """A signal to exactly this process; False where it is gone already."""
-        try:
-            signal.pidfd_send_signal(self.pidfd, number)
-        except ProcessLookupError:
-            return False
-        return True
+        """A signal to exactly this process; False where it has ended already."""
+        return not self.poll() and tree.send(self.pidfd, number)
 
     def close(self) -> None:
+        """Lets it go: a zombie is waited for, a living one lives on."""
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+        if self.process is not None:
+            self.process.poll()
 
 
 def spawn(
@@ -189,17 +116,19 @@ def spawn(
     home: Path,
     log_path: Path,
     lock_fd: int,
+    group: Cgroup | None = None,
 ) -> Child:
-    """Starts the trainer in `home`, in a session of its own. Raises OSError where it cannot be
-    started.
+    """Starts the trainer in `home`, in a session of its own and in `group`. Raises OSError where it
+    cannot be started.
 
     The caller keeps `lock_fd` open until this returns and then closes it: from there on only the
     child holds the lock.
     """
+    procs = str(group.procs) if group is not None else ""
     log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", _SHIM, "trainer", *command],
+        process = Owned(
+            ["/bin/sh", "-c", _SHIM, "trainer", procs, *command],
             stdin=subprocess.DEVNULL,
             stdout=log_fd,
             stderr=log_fd,
@@ -211,7 +140,7 @@ def spawn(
     finally:
         os.close(log_fd)
     pidfd = os.pidfd_open(process.pid)
-    return Child(process.pid, pidfd, start_ticks(process.pid) or 0, process)
+    return Child(process.pid, pidfd, proc.start_ticks(process.pid) or 0, process)
 
 
 def adopt(
@@ -226,32 +155,9 @@ def adopt(
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return None
-    ticks = start_ticks(pid)
+    ticks = proc.start_ticks(pid)
     proven = any(h.pid == pid and h.ours and h.leader for h in holders(lock_path, nonce, main))
     if ticks is None or not proven:
         os.close(pidfd)
         return None
     return Child(pid, pidfd, ticks, None)
-
-
-def kill_proven(lock_path: Path, nonce: str, number: int) -> tuple[int, ...]:
-    """Signals every process that holds the lock and carries the nonce; returns who still holds
-    the lock, proven ours or not."""
-    left = []
-    for holder in holders(lock_path, nonce):
-        left.append(holder.pid)
-        if not holder.ours:
-            continue
-        try:
-            pidfd = os.pidfd_open(holder.pid)
-        except ProcessLookupError:
-            continue
-        try:
-            again = holders(lock_path, nonce)
-            if any(h.pid == holder.pid and h.ours for h in again):
-                signal.pidfd_send_signal(pidfd, number)
-        except ProcessLookupError:
-            continue
-        finally:
-            os.close(pidfd)
-    return tuple(left)

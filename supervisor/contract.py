@@ -42,6 +42,8 @@ from supervisor.foreign import (
 )
 
 CONTRACT_VERSION: Final = 1
+# A trainer outlives its supervisor, and so an upgrade of it: every version from here on is spoken.
+CONTRACT_VERSION_OLDEST: Final = 1
 MANIFEST_FORMAT: Final = 1
 
 MESSAGE_BYTES_MAX: Final = 256 * 1024
@@ -754,10 +756,10 @@ def parse_message(frame: bytes, table: Mapping[str, _Schema], where: str) -> tup
     """The verb and the checked fields of one frame. Unknown fields are dropped, so that a newer
     peer may say more; an unknown verb, a missing field or a wrong value is a ContractError."""
     body = parse_object(frame, where, MESSAGE_BYTES_MAX)
-    if body.get("version") != CONTRACT_VERSION:
-        raise ContractError(
-            f"{where}: version {shown(body.get('version'))}, this side speaks {CONTRACT_VERSION}"
-        )
+    version = body.get("version")
+    spoken = isinstance(version, int) and CONTRACT_VERSION_OLDEST <= version <= CONTRACT_VERSION
+    if not spoken:
+        raise ContractError(f"{where}: version {version!r}, this side speaks {CONTRACT_VERSION}")
     verb = body.get("verb")
     if not isinstance(verb, str) or verb not in table:
         raise ContractError(f"{where}: unknown verb {shown(verb)}, expected one of {sorted(table)}")

@@ -38,6 +38,7 @@ from supervisor.housekeeping import Housekeeper
 from supervisor.journal import Journal
 from supervisor.ledger import Ledger
 from supervisor.log import Log
+from supervisor.orphans import become_subreaper
 from supervisor.progress import Reporter, describe
 from supervisor.recorder import Recorder
 from supervisor.rundir import RunDirectory
@@ -102,6 +103,7 @@ class Daemon:
         self._wake_ups = 0
         self._exit: ev.Exit | None = None
         self._pidfd: int | None = None
+        self._spawning: ev.Spawn | None = None
 
     # --- life ---
 
@@ -136,6 +138,7 @@ class Daemon:
         self.ledger = Ledger.open(self.directory.ledger)
         self.worker = Worker()
         self.wire = Wire(self._directory_fd)
+        become_subreaper()
         self.recorder = Recorder(self.directory, self.ledger, self.options.samples_keep)
         self.pipeline = Pipeline(self.ledger, self.journal, self.worker, self.recorder)
         self.files = EpochFiles(
@@ -191,9 +194,14 @@ class Daemon:
                 begin.request,
                 begin.from_scratch,
                 begin.pivot,
+                self._stepped(),
             )
         )
         self._work_off()
+
+    def _stepped(self) -> bool:
+        opened, last = self.state.durable.open, self.ledger.last
+        return opened is not None and last is not None and last.attempt == opened.attempt
 
     def _remember(self, record: ev.Record) -> None:
         """A record of the shell's own, through the same apply as the machine's."""
@@ -207,7 +215,7 @@ class Daemon:
             part = getattr(self, name, None)
             if part is not None:
                 part.close()
-        self.attendant.leave()
+        self.attendant.close()
         self.log.write("this life ends: " + (self._exit.why if self._exit else "by an error"))
         self.log.close()
         os.close(self._directory_fd)
@@ -230,7 +238,7 @@ class Daemon:
             moments.append(self.pipeline.retry_at)
         if self.attendant.alive:
             moments.append(now + RECEIPT_INTERVAL_SECONDS)
-        if self.attendant.reaping:
+        if self.attendant.reaping or self._spawning is not None:
             moments.append(now + LOOK_INTERVAL_SECONDS)
         if self.recorder.trouble:
             moments.append(now + RETRY_SECONDS)
@@ -263,6 +271,9 @@ class Daemon:
             # written before the message. A death does not hurry it.
             self._inbox.extend(self._saved)
             self._saved.clear()
+        self.attendant.tend(now)
+        if self._spawning is not None:
+            self._spawn(self._spawning)
         if self.attendant.died():
             self._inbox.append(ev.Died(now))
         if self.attendant.reaping:
@@ -384,7 +395,7 @@ class Daemon:
             case ev.Kill():
                 self.attendant.kill()
             case ev.Reap():
-                self.attendant.begin_reaping(time.monotonic())
+                self.attendant.begin_reaping()
                 opened = self.state.durable.open
                 if opened is not None:
                     self.recorder.follow(opened.attempt, opened.resume_step, opened.epoch)
@@ -418,6 +429,9 @@ class Daemon:
         )
 
     def _spawn(self, effect: ev.Spawn) -> None:
+        self._spawning = None if self.attendant.ready(time.monotonic()) else effect
+        if self._spawning is not None:
+            return  # the next turn of the loop tries again
         self.wire.expect(effect.attempt, effect.nonce)
         self.recorder.forget_before(effect.attempt)
         self.recorder.follow(effect.attempt, effect.resume_step, effect.epoch)
@@ -442,7 +456,10 @@ class Daemon:
         if holders is None or not read or not self.pipeline.idle:
             return
         opened = self.state.durable.open
-        words = self.attendant.last_words(opened.attempt) if opened is not None else ""
+        words, evidence = "", ev.Evidence()
+        if opened is not None:
+            words = self.attendant.last_words(opened.attempt)
+            evidence = self.attendant.evidence(opened.attempt)
         code, number = self.attendant.bury()
         self._inbox.append(
             ev.Reaped(
@@ -454,6 +471,8 @@ class Daemon:
                 self.recorder.verified_steps,
                 holders,
                 words,
+                evidence,
+                self.attendant.held,
                 self.recorder.read_step,
                 self.recorder.loaded,
             )
@@ -473,6 +492,7 @@ class Daemon:
                 "frames_refused": self.wire.refused,
                 "messages_unheard": self.wire.unheard,
             },
+            containment=self.attendant.containment,
         )
 
     def _write_status(self, durable: bool = False) -> None:

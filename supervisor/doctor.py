@@ -20,6 +20,7 @@ from typing import Final
 
 import zmq
 
+from supervisor import cgroup
 from supervisor.contract import Json
 from supervisor.rundir import file_system
 
@@ -72,6 +73,7 @@ def examine(runs: Path) -> list[Finding]:
         lambda: _disk_speed(place),
         lambda: _sockets(place),
         _signals,
+        _containment,
         _memory,
     ]
     return [examination() for examination in examinations]
@@ -190,6 +192,21 @@ def _signals() -> Finding:
     if ignored:
         return Finding("signals", "note", f"inherited as ignored: {', '.join(ignored)}")
     return Finding("signals", "good", "SIGTERM, SIGINT and SIGUSR1 arrive")
+
+
+def _containment() -> Finding:
+    parent = cgroup.delegated()
+    made = cgroup.create(parent, f"doctor-{os.getpid()}") if parent is not None else None
+    if made is not None and made.remove():
+        detail = f"a control group for each attempt, below {made.path.parent}"
+        return Finding("containment", "good", detail)
+    return Finding(
+        "containment",
+        "good",
+        "an attempt is held together by its session and the nonce in its environment (in a systemd"
+        " unit with Delegate=yes, or a container with a writable /sys/fs/cgroup: by a control"
+        " group)",
+    )
 
 
 def _memory() -> Finding:

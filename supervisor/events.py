@@ -55,12 +55,14 @@ from supervisor.records import (
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that holds trainer.lock. `ours`: it carries the nonce of the open attempt."""
+    """A process that holds trainer.lock. `ours`: it carries the nonce of the open attempt.
+    `dying`: SIGKILL was sent to it, and it is still there."""
 
     pid: int
     ours: bool
     leader: bool
     command: str
+    dying: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Opened:
     """The run directory is ours and the journal folded. `wish` None obeys what is on record.
 
     `life` is this supervisor's random word. `from_scratch` allows step 0 although checkpoints
-    were on record and none is left.
+    were on record and none is left. `stepped`: the history has steps of the open attempt.
     """
 
     now: float
@@ -78,6 +80,7 @@ class Opened:
     request: str
     from_scratch: bool = False
     pivot: Json | None = None
+    stepped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +156,19 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was seen of a death besides its status, in words; empty where nothing was. `certain`:
+    the kernel counted this among the attempt's own dead, not among the machine's."""
+
+    out_of_memory: str = ""
+    certain: bool = False
+    device_lost: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Reaped:
-    """The death is complete, or will not be: `holders` still live after the bounded wait.
+    """The death is complete, or will not be: `holders` still live after the bounded wait, or
+    `held` says who still has memory of a device.
 
     `code` and `signal` are None where nobody could see the status (an adopted trainer). `step` is
     the last of the history, `reached_step` the last that this attempt came to, 0 if none; `loaded`
@@ -169,6 +183,8 @@ class Reaped:
     verified_steps: int
     holders: tuple[int, ...]
     message: str = ""
+    evidence: Evidence = Evidence()
+    held: str = ""
     reached_step: int = 0
     loaded: bool = False
 

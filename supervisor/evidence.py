@@ -1,104 +1,71 @@
-"""Where a silent trainer stands: what the kernel and the debuggers of the machine say.
+"""What there is to see of a death besides its status: counters of the kernel, the last output.
 
-What may live here: reading /proc of a process for people, and running one debugger on it. The
-stacks of its Python threads it writes itself, on SIGUSR2 (see `link`).
+What may live here: reading it, in time. What it means is `causes`.
 
-Invariants:
-- Nothing here changes the trainer but for the moment that a debugger holds it.
-- A debugger is given a limited time, and nobody waits for it.
+Invariant: counters are compared with those of a short while ago, not of the attempt's beginning: on
+a machine that others use too, a long life has seen many deaths that were not its own.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Final
 
-DEBUGGER_SECONDS: Final = 20.0
-CLOSE_SECONDS: Final = 10.0
-THREADS_SHOWN: Final = 64
+from supervisor import causes, cgroup
+from supervisor.events import Evidence
+
+VMSTAT: Final = "/proc/vmstat"
+INTERVAL_SECONDS: Final = 10.0
+OUTPUT_BYTES: Final = 16 * 1024
+WORDS_CHARACTERS: Final = 300
 
 
-def of(pid: int) -> str:
-    """What the kernel knows of each thread: its name, its state, and in what call it waits."""
-    lines = [f"--- no progress: the threads of process {pid}, as the kernel sees them ---"]
+class Witness:
+    """Of one attempt; `group` is its own control group, where it has one."""
+
+    def __init__(self, group: cgroup.Cgroup | None = None) -> None:
+        # The kernel counts the dead of a group in every group above it, so ours has them too; and
+        # the attempt's has none of its own where memory is not controlled that far down.
+        places = [place for place in (group, cgroup.of("self")) if place is not None]
+        self._places = [(str(place.path), place.path / "memory.events") for place in places]
+        self._places.append((causes.MACHINE, Path(VMSTAT)))
+        self._earlier = self._newer = self._counts()
+        self._looked_at: float | None = None
+
+    def _counts(self) -> causes.Counts:
+        found = []
+        for name, path in self._places:
+            try:
+                count = causes.oom_kills(path.read_text(encoding="ascii"))
+            except OSError:
+                continue
+            if count is not None:
+                found.append((name, count))
+        return tuple(found)
+
+    def look(self, now: float) -> None:
+        """Called while it lives. Two looks are remembered: a death may take longer to be seen than
+        it takes until the next look."""
+        if self._looked_at is None or now - self._looked_at >= INTERVAL_SECONDS:
+            self._looked_at = now
+            self._earlier, self._newer = self._newer, self._counts()
+
+    def evidence(self, log: Path, lost: str) -> Evidence:
+        """`lost` is what the driver says of a device that has gone."""
+        words, certain = causes.out_of_memory(self._earlier, self._counts())
+        return Evidence(words, certain, lost or causes.device_lost(_end_of(log)))
+
+    def last_words(self, log: Path) -> str:
+        """The last line of it that says something."""
+        lines = (line.strip() for line in reversed(_end_of(log).split("\n")))
+        return next(filter(None, lines), "")[:WORDS_CHARACTERS]
+
+
+def _end_of(log: Path) -> str:
     try:
-        threads = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
-    except (FileNotFoundError, ProcessLookupError):
-        return f"{lines[0]}\ngone\n"
-    for thread in threads[:THREADS_SHOWN]:
-        place = Path(f"/proc/{pid}/task/{thread}")
-        name, state = _read(place / "comm"), _state(_read(place / "stat"))
-        waits_in, call = _read(place / "wchan"), _read(place / "syscall").partition(" ")[0]
-        lines.append(f"{thread} {name}: state {state}, in {waits_in or '-'}, call {call or '-'}")
-    if len(threads) > THREADS_SHOWN:
-        lines.append(f"and {len(threads) - THREADS_SHOWN} more")
-    return "\n".join(lines) + "\n"
-
-
-def _read(path: Path) -> str:
-    """A file of /proc; empty where the thread has gone or the kernel will not say."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        with log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - OUTPUT_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except FileNotFoundError:
         return ""
-
-
-def _state(stat: str) -> str:
-    _, _, rest = stat.rpartition(")")
-    return rest.split()[0] if rest.split() else "?"
-
-
-def debugger(pid: int) -> list[str] | None:
-    """The command that writes the native stacks of a process, where this machine has one."""
-    if shutil.which("py-spy"):
-        return ["py-spy", "dump", "--native", "--nonblocking", "--pid", str(pid)]
-    if shutil.which("gdb"):
-        return ["gdb", "-nx", "-batch", "-ex", "thread apply all bt 40", "-p", str(pid)]
-    return None
-
-
-class Examiner:
-    """At most one debugger at a time, in a session of its own, writing to the trainer's log."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._until = 0.0
-
-    def begin(self, pid: int, log_path: Path) -> None:
-        """Raises OSError where no process can be started."""
-        command = debugger(pid)
-        if command is None or self.busy():
-            return
-        self._until = time.monotonic() + DEBUGGER_SECONDS
-        with log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def busy(self) -> bool:
-        """Whether one is at work; one that takes too long is killed, and not waited for."""
-        process = self._process
-        if process is None:
-            return False
-        if process.poll() is not None:
-            self._process = None
-            return False
-        if time.monotonic() >= self._until:
-            os.killpg(process.pid, signal.SIGKILL)
-        return True
-
-    def close(self) -> None:
-        if self.busy():
-            assert self._process is not None
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(CLOSE_SECONDS)
-            self._process = None

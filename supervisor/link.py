@@ -194,6 +194,9 @@ class Link:
     def _on_term(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
             self._terms += 1
+        else:  # a worker that was forked has inherited this; it is to end, as any process does
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def _on_usr1(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:

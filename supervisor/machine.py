@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from supervisor import deaths, events as ev, moves, pivoting, requests, vigil
+from supervisor import blame, events as ev, moves, pivoting, requests, vigil
+from supervisor.causes import explain, judge
 from supervisor.contract import Json
 from supervisor.state import PHASES, Impossible, Rules, State, Turn
 
@@ -55,7 +56,7 @@ def _opened(turn: Turn, event: ev.Event) -> None:
     ):
         return
     elif ours:
-        _adopt(turn, ours[0].pid, wish)
+        _adopt(turn, ours[0], wish, event.stepped)
     elif turn.state.durable.open is not None:
         # Its main process is dead; what else of it still holds the lock is ended by the reaping.
         turn.set(phase="backoff", stage="reaping")
@@ -64,14 +65,19 @@ def _opened(turn: Turn, event: ev.Event) -> None:
         moves.start(turn)
 
 
-def _adopt(turn: Turn, pid: int, wish: str) -> None:
+def _adopt(turn: Turn, found: ev.Holder, wish: str, stepped: bool) -> None:
+    """One that has made no step yet may still be loading, and has no longer for it than others."""
     opened = turn.state.durable.open
     assert opened is not None
-    turn.append(ev.AttemptAdopted(opened.attempt, pid))
-    turn.set(phase="running", stage="", trainer_pid=pid, step=opened.resume_step, ready=False)
+    turn.append(ev.AttemptAdopted(opened.attempt, found.pid))
+    turn.set(trainer_pid=found.pid, step=opened.resume_step, ready=stepped)
+    place = ("running", "") if stepped else ("starting", "loading")
+    turn.set(phase=place[0], stage=place[1])
     vigil.begin(turn, opened.resume_step)
-    turn.do(ev.Adopt(pid))
-    if wish == "stop":
+    turn.do(ev.Adopt(found.pid))
+    if found.dying:
+        moves.begin_kill(turn, "stop" if wish == "stop" else "kill")
+    elif wish == "stop":
         moves.begin_stop(turn, "stop")
 
 
@@ -121,7 +127,7 @@ def _selected(turn: Turn, event: ev.Event) -> None:
         # An earlier life ended between the last death and its verdict, or the trainer says that
         # it has finished and the checkpoints say that it has not.
         moves.give_up(turn)
-    elif event.step is not None and (why := deaths.verdict(durable, event.step)):
+    elif event.step is not None and (why := blame.verdict(durable, event.step)):
         turn.append(ev.CheckpointSetAside(event.step, why))
         turn.append(ev.Alarmed("checkpoint_set_aside", f"step {event.step}: {why}"))
         turn.do(ev.Select(ceiling=pivoting.ceiling(turn)))
@@ -317,6 +323,8 @@ def _tick(turn: Turn, event: ev.Event) -> None:
         case "running":
             moves.remind(turn)
             pivoting.progressed(turn)
+        case "stopping" if state.escalation == "killed":
+            moves.give_up_killing(turn)
         case "stopping" if turn.now >= state.force_at:
             moves.kill(turn)
         case "stopping":
@@ -339,12 +347,12 @@ def _died(turn: Turn, event: ev.Event) -> None:
 def _reaped(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Reaped)
     state = turn.state
-    asked = state.intent in ("stop", "restart", "pivot")
-    cause = deaths.judge(event, asked, state.escalation == "killed", state.intent == "hang")
-    line = event.exit_line
-    message = state.why or event.message or (line.message if line is not None else "")
+    planned = state.intent in ("stop", "restart", "pivot")
+    cause = judge(event, planned, state.escalation == "killed", state.intent == "hang")
+    message = explain(cause, event, state.why)
     turn.set(history_step=event.step, step=event.step, trainer_pid=None, trainer_phase="", why="")
     turn.set(ready=state.ready or event.loaded)
+    left = moves.left_behind(event)
     moves.ended(
         turn,
         cause,
@@ -353,12 +361,11 @@ def _reaped(turn: Turn, event: ev.Event) -> None:
         event.step,
         event.verified_steps,
         message,
-        go_on=not event.holders,
+        go_on=not left,
         reached_step=event.reached_step,
     )
-    if event.holders:
-        pids = ", ".join(str(pid) for pid in event.holders)
-        moves.end(turn, "stuck", f"processes {pids} of the dead attempt do not end")
+    if left:
+        moves.end(turn, "stuck", left)
 
 
 # --- the table ---
@@ -385,6 +392,13 @@ _ANYWHERE: Final[dict[type, Handler]] = {
     ev.Verified: _verified,
     ev.Removed: _removed,
     ev.Noticed: _noticed,
+}
+_TERMINAL_ROW: Final[dict[type, Handler]] = {
+    **_ANYWHERE,
+    ev.Ticked: _ignore,
+    ev.Asked: _ended_already,
+    ev.Heard: _ignore,
+    ev.Recorded: _ignore,
 }
 _ROWS: Final[dict[str, dict[type, Handler]]] = {
     "idle": {ev.Opened: _opened},
@@ -430,13 +444,8 @@ _ROWS: Final[dict[str, dict[type, Handler]]] = {
         ev.Recorded: _recorded,
         ev.Reaped: _reaped,
     },
-}
-_TERMINAL_ROW: Final[dict[type, Handler]] = {
-    **_ANYWHERE,
-    ev.Ticked: _ignore,
-    ev.Asked: _ended_already,
-    ev.Heard: _ignore,
-    ev.Recorded: _ignore,
+    # What could not be killed may end after all.
+    "stuck": {**_TERMINAL_ROW, ev.Died: _ignore},
 }
 EVENTS: Final[tuple[type, ...]] = ev.Event.__args__
 TABLE: Final[dict[tuple[str, type], Handler]] = {

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from supervisor import deaths, events as ev
+from supervisor import blame, events as ev
 from supervisor.contract import ExitCode, Json
 from supervisor.patience import LATE_SECONDS
 from supervisor.state import AT_ONCE, PERMANENT, UNPLANNED, Epoch, Pending, Turn
@@ -104,10 +104,32 @@ def begin_kill(turn: Turn, intent: str) -> None:
 
 def kill(turn: Turn) -> None:
     """Once the main process is dead this only ends what it left behind: the death was not ours."""
-    if turn.state.stage != "reaping":
-        turn.set(escalation="killed")
-    turn.set(deadline=None)
+    if turn.state.stage == "reaping":
+        turn.set(deadline=None)
+    elif turn.state.escalation != "killed":
+        turn.set(escalation="killed", deadline=turn.now + turn.rules.kill_seconds)
     turn.do(ev.Kill())
+
+
+def give_up_killing(turn: Turn) -> None:
+    end(
+        turn,
+        "stuck",
+        f"process {turn.state.trainer_pid} does not end, {turn.rules.kill_seconds:g} s after"
+        " SIGKILL: the kernel waits in it for a disk or a device. Once it is gone,"
+        " `supervisor start` goes on",
+    )
+
+
+def left_behind(event: ev.Reaped) -> str:
+    """What of the dead attempt does not go away, or nothing."""
+    left = []
+    if event.holders:
+        pids = ", ".join(str(pid) for pid in event.holders)
+        left.append(f"processes {pids} of the dead attempt do not end")
+    if event.held:
+        left.append(f"the memory of the dead attempt is not released: {event.held}")
+    return "; ".join(left)
 
 
 def forward_requests(turn: Turn, again: bool = False) -> None:
@@ -225,7 +247,7 @@ def ended(
             counted,
             verified_steps,
             message,
-            counted and deaths.blames(cause, signal, turn.state.ready),
+            counted and blame.blames(cause, signal, turn.state.ready),
             reached_step,
         )
     )
@@ -263,7 +285,7 @@ def give_up(turn: Turn) -> None:
     last = durable.last_exit
     assert last is not None, "nothing died, yet deaths are counted"
     how = f"{last.cause}: {last.message}" if last.message else last.cause
-    where = deaths.pattern(durable)
+    where = blame.pattern(durable)
     fail(turn, f"{durable.deaths} deaths without a new checkpoint, the last one by {how}{where}")
 
 

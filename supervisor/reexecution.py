@@ -295,7 +295,7 @@ def _uninterrupted() -> Iterator[None]:
 def _end(attendant: Attendant) -> None:
     if attendant.alive:
         attendant.kill()
-        attendant.begin_reaping(time.monotonic())
+        attendant.begin_reaping()
         while attendant.end_of_tree(time.monotonic()) is None:
             time.sleep(LOOK_INTERVAL_SECONDS / 10)
         attendant.bury()

@@ -22,7 +22,7 @@ from typing import Final
 
 import orjson
 
-from supervisor import contract
+from supervisor import contract, proc
 
 _DIRECTORIES: Final = (
     contract.POLICIES,
@@ -196,7 +196,9 @@ def lock_holder(path: Path) -> int | None:
     """The pid that holds a flock on this file, read from /proc/locks, or None.
 
     A lock that was handed down to a child shows the pid of whoever took it; 0 stands for a holder
-    outside our pid namespace.
+    outside our pid namespace. In two cases the list is no answer: overlayfs and btrfs have a device
+    of their own for stat; and inside a pid namespace a lock is not listed once its taker is dead,
+    as that of a trainer's lock may be. Then the descriptors of all processes are looked at.
     """
     try:
         wanted = os.stat(path)
@@ -207,6 +209,8 @@ def lock_holder(path: Path) -> int | None:
         fields = line.split()
         if len(fields) >= 6 and fields[1] == "FLOCK" and fields[5] == place:
             return int(fields[4])
+    if os.major(wanted.st_dev) == 0 or path.name == contract.TRAINER_LOCK_FILE:
+        return next(iter(proc.lock_holders(path)), None)
     return None
 
 

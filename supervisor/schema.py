@@ -233,10 +233,12 @@ class Hang(_Table):
 
 
 class Stop(_Table):
-    """How long a trainer has for its last checkpoint, and when a signal follows the message."""
+    """How long a trainer has for its last checkpoint, when a signal follows the message, and how
+    long one that was killed may take to be gone."""
 
     grace_seconds: Positive = 120.0
     signal_after_seconds: Positive = 2.0
+    kill_seconds: Positive = 30.0
 
 
 class Alarms(_Table):

@@ -281,6 +281,7 @@ def _options(
                 factor=settings.hang.factor,
                 evidence_seconds=settings.hang.evidence_seconds,
             ),
+            kill_seconds=settings.stop.kill_seconds,
         ),
         run_id=settings.run.id,
         command=command,

@@ -34,8 +34,8 @@ TERMINAL: Final = ("stopped", "failed", "finished", "stuck")
 
 # Ends that nobody asked for. `again` is one, but it is not charged to the budget.
 UNPLANNED: Final = (
-    *("signal", "killed", "hang", "crash", "unknown", "checkpoint", "spawn"),
-    "again",
+    *("signal", "killed", "hang", "crash", "out-of-memory", "device-lost", "unknown"),
+    *("checkpoint", "spawn", "again"),
 )
 PERMANENT: Final = {
     "configuration": "the trainer refused its configuration",
@@ -63,6 +63,7 @@ class Rules:
     deaths: int = 5
     grace_seconds: float = 120.0
     signal_after_seconds: float = 2.0
+    kill_seconds: float = 30.0
     hasten_seconds: float = 5.0
     limits: Limits = field(default_factory=Limits)
 

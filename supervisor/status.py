@@ -30,6 +30,7 @@ def compose(
     trouble: str,
     supervisor_pid: int,
     control: Json,
+    containment: str,
 ) -> Json:
     """Everything `supervisor status` shows. Unknown values are null. `control` counts what this
     life of the supervisor has had to do with its peers."""
@@ -72,6 +73,7 @@ def compose(
         "supervisor_pid": supervisor_pid,
         "trainer_pid": state.trainer_pid,
         "control": control,
+        "containment": containment,
         "replay": {
             "verified_steps": durable.verified_steps + state.attempt_verified,
             "diverged_steps": durable.diverged_steps,
@@ -81,6 +83,7 @@ def compose(
             "cause": exit_record.cause if exit_record else None,
             "code": exit_record.code if exit_record else None,
             "signal": exit_record.signal if exit_record else None,
+            "message": exit_record.message or None if exit_record else None,
         },
         "alarms": alarms,
         "reason": state.why or durable.reason or None,

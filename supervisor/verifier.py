@@ -24,7 +24,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 from collections import deque
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ import orjson
 
 from supervisor.checkpoint_requests import Requests
 from supervisor.contract import ContractError, ExitCode, Json, parse_object
+from supervisor.orphans import Owned
 
 CLOSE_SECONDS: Final = 1.0
 _NICENESS: Final = 10  # training goes first
@@ -144,7 +144,7 @@ class Verifier:
             os.fspath(run_directory),
         ]
         self._epoll = select.epoll()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Owned | None = None
         self._pidfd = -1
         self._socket: socket.socket | None = None
         self._queue: deque[_Request] = deque()
@@ -195,7 +195,7 @@ class Verifier:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = subprocess.Popen(
+                self._process = Owned(
                     self._command,
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),

@@ -62,6 +62,7 @@ class Wire:
         self._files: dict[str, tuple[int, int] | None] = {}
         self._expected: tuple[int, str] | None = None
         self._trainer_identity: bytes | None = None
+        self._trainer_version = contract.CONTRACT_VERSION_OLDEST
         self._asked_who: set[bytes] = set()
         self._clients: OrderedDict[str, list[bytes]] = OrderedDict()
         try:
@@ -148,6 +149,7 @@ class Wire:
         """From now on only this life of the trainer is heard."""
         self._expected = (attempt, nonce)
         self._trainer_identity = None
+        self._trainer_version = contract.CONTRACT_VERSION_OLDEST
         self._asked_who.clear()
 
     def receive(self) -> list[FromTrainer | FromOperator]:
@@ -179,6 +181,7 @@ class Wire:
             return []
         if verb == "hello":
             self._trainer_identity = identity
+            self._trainer_version = content.pop("version")
         elif identity != self._trainer_identity and identity not in self._asked_who:
             # It carries the right nonce, so it is our trainer from before we were (re)started.
             # Its word counts; what we need is the hello that names its step.
@@ -211,10 +214,12 @@ class Wire:
         return [FromOperator(verb, content)]
 
     def send_trainer(self, verb: str, content: Json) -> bool:
-        """False where no trainer is connected, or where it does not read."""
+        """False where no trainer is connected, or where it does not read. One that an older
+        version of us has started is spoken to in its own version, and until its hello has told that
+        in the oldest."""
         if self._trainer_identity is None:
             return False
-        frame = contract.encode_message(verb, **content)
+        frame = contract.encode_message(verb, **content, version=self._trainer_version)
         return self._send(self.trainer, self._trainer_identity, frame)
 
     def reply(self, id: str, outcome: str, why: str, result: Json) -> None:

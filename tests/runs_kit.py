@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -19,7 +20,8 @@ from typing import Any, TypeVar
 
 import tomli_w
 
-from supervisor import child, client, contract, journal, ledger
+from supervisor import cgroup, child, client, contract, journal, ledger
+from supervisor.attendant import group_name
 from supervisor.contract import Json
 
 T = TypeVar("T")
@@ -97,8 +99,10 @@ class Run:
 
     def patch(self, module: str, name: str, value: object) -> None:
         """Gives a name in `supervisor.<module>` another value, in every process of this run."""
-        lines = f"from supervisor import {module}\n{module}.{name} = {value!r}\n"
-        (self.home / "sitecustomize.py").write_text(lines)
+        with (self.home / "sitecustomize.py").open("a") as file:
+            file.write(f"from supervisor import {module}\n{module}.{name} = {value!r}\n")
+        if "PYTHONPATH" in self.environment:
+            return
         rest = os.environ.get("PYTHONPATH", "")
         self.environment["PYTHONPATH"] = f"{self.home}{os.pathsep}{rest}".rstrip(os.pathsep)
 
@@ -170,6 +174,15 @@ class Run:
         for holder in child.holders(self.directory / contract.TRAINER_LOCK_FILE, ""):
             kill(holder.pid)
             wait_for_end(holder.pid)
+        self._remove_groups()
+
+    def _remove_groups(self) -> None:
+        """What a supervisor that was killed has not come to remove, in a hierarchy that all tests
+        on this machine share."""
+        parent, journal_path = cgroup.delegated(), self.directory / contract.JOURNAL_FILE
+        if parent is not None and journal_path.exists():
+            for nonce in re.findall(rb'"nonce":"([0-9a-f]+)"', journal_path.read_bytes()):
+                cgroup.Cgroup(parent.path / group_name(nonce.decode())).remove()
 
     # --- the gate ---
 

@@ -6,13 +6,18 @@ the step stands in for training. Steps and cadence come from run.toml. Run by th
 
 - SABOTEUR_FAULTS: a comma-separated list of `name@when` or `name@when#attempt` (in every attempt
   without `#`), where `when` is a step or one of load, hello, paused, exit (before the exit line)
-  and gone (after it). Names: kill, segv, deaf, exitN (leaves with code N, and says so in its exit
-  line), crashN (leaves with code N without a word), wrong (another loss than last time), gap (skips
-  a step), restless (does not wait once it has paused), stray (leaves a process behind that holds
-  the lock), unsignalled (no signal reaches it), and torn:STAGE, a kill inside the publication of
-  this step's checkpoint, for the stages of `checkpoint_kit.publish`. Those of HANGS make no
-  progress any more; `stalled@STEP` is stuck in the save of that step.
+  and gone (after it). Names: kill, signalN (dies of signal N), segv, deaf, native (hangs in native
+  code that no signal interrupts), exitN (leaves with code N, and says so in its exit line), crashN
+  (leaves with code N without a word), wrong (another loss than last time), gap (skips a step),
+  restless (does not wait once it has paused), limit (little address space from here on), grow
+  (takes memory until it has none), ecc (ends by a device that is broken), and torn:STAGE, a kill
+  inside the publication of this step's checkpoint, for the stages of `checkpoint_kit.publish`.
+  Others leave processes behind, each of which writes its pid to a line of SABOTEUR_LEFT: stray (of
+  another session, with the lock), worker (of ours), daemon (of no session of ours, without the
+  lock), bare (such a one that has lost its environment too), twins (a worker and a daemon, and
+  between them a parent that has ended), orphansN (N of them that end at once).
 - SABOTEUR_GATE: a file with a number; training is held at that step until the file says more.
+- SABOTEUR_CGROUP: a cgroup.procs; it moves itself there before it loads.
 - SABOTEUR_MUTE: anything; it has no link then and knows only signals.
 - SABOTEUR_PAUSE: how many seconds it waits for the word to exit.
 """
@@ -22,6 +27,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -191,12 +197,22 @@ class Saboteur:
             if name == "kill":
                 kill()
             elif name == "segv":
-                signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-                os.kill(os.getpid(), signal.SIGSEGV)
+                die_of(signal.SIGSEGV)
+            elif name.startswith("signal"):
+                die_of(int(name[6:]))
+            elif name == "native":
+                hang_in_native_code()
+            elif name == "limit":
+                limit_address_space()
+            elif name == "grow":
+                grow()
+            elif name == "ecc":
+                raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
             elif name == "deaf":
                 signal.signal(
                     signal.SIGTERM, lambda *_: print("SIGTERM, and no answer", flush=True)
                 )
+                print("deaf from here on", flush=True)
                 while True:
                     signal.pause()
             elif name in HANGS:
@@ -205,8 +221,10 @@ class Saboteur:
             elif name == "unsignalled":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-            elif name == "stray":
-                leave_stray(self.life.lock_fd)
+            elif name in LEFTOVERS:
+                leave(name, self.life.lock_fd)
+            elif name.startswith("orphans"):
+                leave_orphans(int(name[7:]))
             elif name.startswith("exit"):
                 code = int(name[4:])
                 message = f"the saboteur leaves with {code}"
@@ -269,21 +287,86 @@ def kill() -> NoReturn:
     raise AssertionError("nobody survives SIGKILL")
 
 
+def die_of(number: int) -> None:
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def hang_in_native_code() -> None:
+    """The interpreter's lock is kept, as by many an extension; a lock that is taken twice by one
+    thread is waited for whatever signal comes."""
+    mutex = ctypes.create_string_buffer(64)
+    library = ctypes.PyDLL(None)
+    print("native from here on", flush=True)
+    for _ in range(2):
+        library.pthread_mutex_lock(mutex)
+
+
+def limit_address_space() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + 32 * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def grow() -> NoReturn:
+    taken = []
+    while True:
+        taken.append(bytearray(os.urandom(2**20)))
+
+
 # No SIGTERM for it, and no end of its own.
 STRAY = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
 
 
-def leave_stray(lock_fd: int | None) -> None:
-    """A process of another session that holds the lock."""
+LEFTOVERS = {
+    "stray": {"lock": True, "session": True, "environment": True},
+    "worker": {"lock": False, "session": False, "environment": True},
+    "daemon": {"lock": False, "session": True, "environment": True},
+    "bare": {"lock": False, "session": True, "environment": False},
+    "twins": {"lock": False, "session": False, "environment": True},
+}
+
+
+def leave(name: str, lock_fd: int | None) -> None:
+    """A process that outlives this one, and is deaf."""
     assert lock_fd is not None
+    how = LEFTOVERS[name]
+    if name == "twins":
+        if os.fork() == 0:
+            for one in ("worker", "daemon"):
+                leave(one, lock_fd)
+            os._exit(0)
+        os.wait()
+        return
     stray = subprocess.Popen(
-        [sys.executable, "-c", STRAY],
+        [sys.executable, "-S", "-c", STRAY],
         stdout=subprocess.PIPE,
-        pass_fds=(lock_fd,),
-        start_new_session=True,
+        pass_fds=(lock_fd,) if how["lock"] else (),
+        start_new_session=how["session"],
+        # The tests' own mark stays, so that they find what nobody else does.
+        env=None if how["environment"] else {"TESTS_STARTED_BY": os.environ["TESTS_STARTED_BY"]},
     )
     assert stray.stdout is not None
     stray.stdout.readline()
+    left = os.environ.get("SABOTEUR_LEFT")
+    if left is not None:
+        with open(left, "a") as file:
+            file.write(f"{stray.pid}\n")
+
+
+def leave_orphans(count: int) -> None:
+    """Grandchildren that lose their parent and then end, with nobody to wait for them."""
+    middle = os.fork()
+    if middle == 0:
+        middle_pid = os.getpid()
+        for _ in range(count):
+            if os.fork() == 0:
+                while os.getppid() == middle_pid:
+                    time.sleep(HELD_SECONDS)
+                os._exit(0)
+        os._exit(0)
+    os.waitpid(middle, 0)
 
 
 def main() -> int:
@@ -293,6 +376,8 @@ def main() -> int:
         return contract.ExitCode.CONFIGURATION
     if os.environ.get("SABOTEUR_MUTE"):
         life = replace(life, supervised=False)
+    if group := os.environ.get("SABOTEUR_CGROUP"):
+        Path(group).write_text(str(os.getpid()))
     with Link(life) as link:
         link.install_signal_handlers()
         link.phase("load")

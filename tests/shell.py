@@ -105,8 +105,12 @@ class Life:
         self._remember(ev.SupervisorStarted(self.word, 1, "host", "0"))
         opened = self.state.durable.open
         holders = self.world.holders(opened.nonce if opened is not None else "")
+        owners = self.world.disk.owners
+        stepped = bool(owners) and opened is not None and owners[-1][0] == opened.attempt
         self._feed(
-            ev.Opened(self.world.now, self.word, holders, wish, request, from_scratch, pivot)
+            ev.Opened(
+                self.world.now, self.word, holders, wish, request, from_scratch, pivot, stepped
+            )
         )
         self._work_off()
 
@@ -414,7 +418,11 @@ class Life:
     def _kill(self) -> None:
         trainer = self.attached
         if trainer is not None:
-            self.world.later(self.world.rng.uniform(0.0, 0.5), lambda: trainer.die(None, 9))
+            delay = self.world.rng.uniform(0.0, 0.5)
+            if self.world.chance(0.05):  # it is in the kernel, and does not come back soon
+                trainer.hung = trainer.dying = True
+                delay = self.world.rng.choice((20.0, 40.0, 80.0))
+            self.world.later(delay, lambda: trainer.die(None, 9))
         self._kill_stray()
 
     def _kill_stray(self) -> None:
@@ -449,6 +457,12 @@ class Life:
                 holders,
                 reached_step=self._file.last if self._file is not None else 0,
                 loaded=dead is not None and dead.loaded,
+                evidence=ev.Evidence(
+                    "the kernel ended 1 process" if self.world.chance(0.1) else "",
+                    self.world.rng.random() < 0.5,
+                    "fallen off the bus" if self.world.chance(0.1) else "",
+                ),
+                held="process 9 still holds memory" if self.world.chance(0.002) else "",
             )
         )
 

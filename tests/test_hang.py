@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from runs_kit import Run, kill, wait_until
 
-from supervisor import evidence
+from supervisor import standing
 
 
 @pytest.fixture
@@ -183,25 +183,25 @@ def test_when_no_older_checkpoint_is_left_the_run_fails_and_an_operator_may_go_o
 
 
 def test_the_kernel_says_where_each_thread_stands() -> None:
-    words = evidence.of(os.getpid())
+    words = standing.of(os.getpid())
     assert words.startswith(f"--- no progress: the threads of process {os.getpid()}")
     assert re.search(rf"^{os.getpid()} .*: state R", words, re.MULTILINE)
 
 
 def test_a_process_that_has_gone_has_no_threads() -> None:
-    assert evidence.of(2**22 + 1).splitlines()[1:] == ["gone"]
+    assert standing.of(2**22 + 1).splitlines()[1:] == ["gone"]
 
 
 def test_a_debugger_is_used_where_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert evidence.debugger(7) is None
+    assert standing.debugger(7) is None
     program = tmp_path / "py-spy"
     program.write_text('#!/bin/sh\necho "stacks of $5"\n')
     program.chmod(0o755)
     log = tmp_path / "attempt.log"
-    examiner = evidence.Examiner()
+    examiner = standing.Examiner()
     examiner.begin(7, log)
     wait_until(lambda: not examiner.busy(), "the end of the debugger")
     assert log.read_text() == "stacks of 7\n"
@@ -214,8 +214,8 @@ def test_a_debugger_that_takes_too_long_is_killed(
     program.write_text("#!/bin/sh\nwhile :; do read x < /dev/tty; done\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(evidence, "DEBUGGER_SECONDS", 0.0)
-    examiner = evidence.Examiner()
+    monkeypatch.setattr(standing, "DEBUGGER_SECONDS", 0.0)
+    examiner = standing.Examiner()
     examiner.begin(os.getpid(), tmp_path / "log")
     process = examiner._process
     assert process is not None

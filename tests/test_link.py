@@ -258,15 +258,21 @@ def test_fc69_ten_thousand_signals_lose_nothing_and_raise_nothing(
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.fault("SV-27", phase="running", does="does not take a worker's signal for its own")
-def test_a_signal_to_a_forked_worker_is_not_one_to_the_trainer(alone: Link) -> None:
+@pytest.mark.fault("SV-27", phase="running", does="takes no worker's SIGTERM for the trainer's")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 15), (signal.SIGUSR1, 0)])
+def test_a_signal_to_a_forked_worker_is_not_one_to_the_trainer(
+    alone: Link, number: signal.Signals, status: int
+) -> None:
+    """A worker's TERM looked like its parent's (ace PR 1425). It ends the worker, as it would end
+    any process: one that only inherited a flag to set would never go."""
     alone.install_signal_handlers()
     pid = os.fork()
     if pid == 0:
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
         os._exit(0 if not alone.stop_wanted() else 1)
-    assert os.waitpid(pid, 0)[1] == 0
+    assert os.waitpid(pid, 0)[1] == status
     assert not alone.stop_wanted()
+    assert alone.due(cadence=False).reason is None
 
 
 # --- requests -------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from supervisor import events as ev
+from supervisor.causes import judge
 from supervisor.contract import ContractError, ExitCode, ExitLine
-from supervisor.deaths import judge
 from supervisor.machine import EVENTS, TABLE, _impossible, decide
 from supervisor.patience import LATE_SECONDS, Limits, Patience
 from supervisor.state import (
@@ -94,6 +94,7 @@ class Case:
 
     def open(self, wish: str | None = "run", *holders: ev.Holder, **more: Any) -> list[ev.Effect]:
         request = more.pop("request", "")
+        more.setdefault("stepped", True)
         return self.feed(ev.Opened, self.life, holders, wish, request, **more)
 
     def select(self, step: int | None, **more: Any) -> list[ev.Effect]:
@@ -545,7 +546,7 @@ def test_no_hello_in_time_is_killed_and_counted() -> None:
     assert case.wait(5) == [ev.Append(ev.Alarmed("hang", where)), ev.Signal("TERM")]
     assert case.place == ("stopping", "")
     assert case.wait(RULES.grace_seconds) == [ev.Kill()]
-    assert case.deadline() is None
+    assert case.deadline() == case.now + RULES.kill_seconds
     case.die(signal=9)
     ended = case.state.durable.last_exit
     assert ended is not None
@@ -1001,7 +1002,7 @@ def test_stop_goes_by_message_then_by_term_then_by_kill() -> None:
     assert case.deadline() == began + RULES.grace_seconds
     assert case.tick(RULES.grace_seconds - RULES.signal_after_seconds - 1) == []
     assert case.tick(1) == [ev.Kill()]
-    assert case.deadline() is None
+    assert case.deadline() == case.now + RULES.kill_seconds
     case.die(signal=9)
     assert case.records == [
         ev.AttemptEnded(1, "killed", None, 9, 0, False, 0, ""),
@@ -1546,6 +1547,105 @@ def test_a_trainer_that_outlived_the_supervisor_is_adopted() -> None:
     case.hear("step", step=130, loss=1.0)
     assert case.state.linked
     assert case.state.step == 130
+
+
+def test_an_adopted_trainer_without_a_step_may_still_be_loading() -> None:
+    case = Case().to_loading().reopened()
+    case.open("run", ours(), stepped=False)
+    assert case.acts == [ev.Adopt(PID)]
+    assert case.place == ("starting", "loading")
+    assert case.wait(RULES.limits.start_seconds) == [ev.Examine()]
+    case.wait(RULES.limits.evidence_seconds + RULES.grace_seconds)
+    assert case.acts == [ev.Kill()]
+    case.die(signal=9)
+    ended = case.state.durable.last_exit
+    assert ended is not None
+    assert ended.cause == "hang"
+    assert ended.message.startswith("no hello within 600 s")
+
+
+@pytest.mark.parametrize("sign", ["hello", "step"])
+def test_an_adopted_trainer_that_shows_life_has_loaded(sign: str) -> None:
+    case = Case().to_loading().reopened()
+    case.open("run", ours(), stepped=False)
+    if sign == "hello":
+        case.hear("hello", step=7)
+    else:
+        case.feed(ev.Recorded, 7, 0)
+    assert case.place == ("running", "")
+    assert case.state.step == 7
+
+
+def test_an_adopted_trainer_that_was_killed_before_gets_no_second_chance() -> None:
+    """It waits in the kernel: it will not train on, but it may still go."""
+    dying = replace(ours(), dying=True)
+    case = Case().to_running().reopened()
+    case.open("run", dying)
+    assert case.acts == [ev.Adopt(PID), ev.Kill()]
+    assert case.place == ("stopping", "")
+    gone = replace_state(case)
+    gone.die(signal=9)
+    assert gone.state.durable.last_exit.cause == "killed"  # type: ignore[union-attr]
+    assert gone.place == ("backoff", "")
+    case.tick(RULES.kill_seconds)
+    assert case.state.phase == "stuck"
+    stopping = Case().to_running().reopened()
+    stopping.open("stop", dying)
+    assert stopping.state.intent == "stop"
+    stopping.die(signal=9)
+    assert stopping.state.phase == "stopped"
+
+
+def replace_state(case: Case) -> Case:
+    """Another way that this case may go on from here."""
+    other = Case(*case.journal[1:], rules=case.rules, life=case.life)
+    other.state, other.now = case.state, case.now
+    return other
+
+
+@pytest.mark.fault("SV-20", phase="stopping", does="takes a kill in every state, and counts once")
+def test_a_kill_that_has_no_effect_ends_in_stuck() -> None:
+    """Who waits for a process in the kernel waits for ever (pytorch PR 185414, moby #22802)."""
+    case = Case().to_stopping()
+    case.ask("restart", "r9")
+    case.signal("kill", "signal-int-3")
+    began = case.now
+    assert case.deadline() == began + RULES.kill_seconds
+    case.tick(RULES.kill_seconds - 1)
+    assert case.signal("kill", "signal-int-4") == [ev.Kill()]
+    assert case.deadline() == began + RULES.kill_seconds, "asking again does not begin anew"
+    case.tick(1)
+    assert case.state.phase == "stuck"
+    assert f"process {PID} does not end, 30 s after SIGKILL" in case.state.why
+    assert case.state.durable.open is not None, "it has not ended"
+    assert [type(act) for act in case.acts] == [ev.Reply, ev.Exit]
+    assert case.feed(ev.Died) == []
+
+
+def test_memory_that_is_held_is_stuck_and_on_record() -> None:
+    case = Case().to_running()
+    case.feed(ev.Died)
+    held = "process 41 still holds 5.0 GiB of GPU 0"
+    case.feed(ev.Reaped, None, 9, None, 5, 0, (), held=held)
+    assert case.state.phase == "stuck"
+    assert case.state.why == f"the memory of the dead attempt is not released: {held}"
+    assert case.state.durable.open is None
+    assert case.state.durable.last_exit.cause == "signal"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("cause", ["out-of-memory", "device-lost"])
+def test_a_death_with_evidence_counts_like_any_other(cause: str) -> None:
+    seen = ev.Evidence("the kernel ended 1 process", device_lost="GPU is lost")
+    case = Case().to_running()
+    case.feed(ev.Died)
+    number = 9 if cause == "out-of-memory" else 11
+    case.feed(ev.Reaped, None, number, None, 5, 0, (), "last words", seen)
+    ended = case.state.durable.last_exit
+    assert ended is not None
+    assert (ended.cause, ended.counted) == (cause, True)
+    assert ended.message in ("the kernel ended 1 process; last words", "GPU is lost; last words")
+    assert case.state.durable.restarts == 1
+    assert case.place == ("backoff", "")
 
 
 @pytest.mark.fault(

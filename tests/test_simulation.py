@@ -304,7 +304,7 @@ def check_waiting(after: State, event: ev.Event) -> None:
         case ("backoff", "") | ("starting", "loading") | ("running", ""):
             assert after.deadline is not None
         case ("stopping", ""):
-            assert (after.deadline is None) == (after.escalation == "killed")
+            assert after.deadline is not None
         case ("stopping" | "backoff", "reaping"):
             pass  # the shell's part is bounded; a hastened stop still has a deadline
         case _:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 from test_machine import LOOK_SECONDS, PID, RULES, Case, ours
 
-from supervisor import deaths, events as ev
+from supervisor import blame, events as ev
 from supervisor.contract import ExitCode, ExitLine
 from supervisor.patience import Limits
 from supervisor.state import Durable
@@ -206,7 +206,7 @@ def test_the_alarm_ends_with_the_next_new_checkpoint() -> None:
 def test_which_ends_may_be_the_fault_of_the_checkpoint(
     cause: str, signal: int | None, ready: bool, suspicious: bool
 ) -> None:
-    assert deaths.blames(cause, signal, ready) == suspicious
+    assert blame.blames(cause, signal, ready) == suspicious
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_which_ends_may_be_the_fault_of_the_checkpoint(
     ],
 )
 def test_when_a_checkpoint_is_to_blame(blamed: tuple[tuple[int, int], ...], reason: str) -> None:
-    assert deaths.verdict(Durable(blamed=blamed), 100) == reason
+    assert blame.verdict(Durable(blamed=blamed), 100) == reason
 
 
 def crash(case: Case, reached: int = 0, **more: Any) -> None:

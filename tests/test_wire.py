@@ -348,3 +348,26 @@ def test_the_last_reply_still_leaves(tmp_path: Path) -> None:
     operator.close(linger=0)
     ends.context.term()
     os.close(ends.fd)
+
+
+def test_a_trainer_of_an_older_version_is_understood_and_spoken_to_in_its_own(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor was upgraded while the trainer trained."""
+    old_hello, old_step = up("hello", **HELLO), up("step", step=41, loss=1.0, novelty="x")
+    monkeypatch.setattr(contract, "CONTRACT_VERSION", 3)
+    ends.wire.expect(3, NONCE)
+    trainer = ends.trainer()
+    trainer.send(old_step)
+    assert ends.hear() == [FromTrainer("step", {**LIFE, "step": 41, "loss": 1.0})]
+    who = trainer.recv()
+    assert (b'"version":1' in who, b'"who"' in who) == (True, True)
+    trainer.send(old_hello)
+    ends.hear()
+    ends.wire.send_trainer("stop", {"id": "s", "at": "now"})
+    assert b'"version":1' in trainer.recv()
+    # The next attempt is of our own version.
+    trainer.send(up("hello", **HELLO))
+    ends.hear()
+    ends.wire.send_trainer("exit", {})
+    assert b'"version":3' in trainer.recv()

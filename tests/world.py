@@ -194,7 +194,8 @@ class World:
         found = []
         if self.trainer is not None and self.trainer.alive:
             ours = self.trainer.nonce == nonce != ""
-            found.append(ev.Holder(self.trainer.pid, ours, True, "trainer"))
+            dying = self.trainer.dying
+            found.append(ev.Holder(self.trainer.pid, ours, True, "trainer", dying))
         if self.stray is not None:
             ours = self.stray.nonce == nonce != ""
             found.append(ev.Holder(self.stray.pid, ours, False, "worker"))
@@ -233,7 +234,7 @@ class Trainer:
         self.attempt, self.nonce = spawn.attempt, spawn.nonce
         self.epoch, self.until_step = spawn.epoch, spawn.until_step
         self.step = self.published = spawn.resume_step
-        self.alive, self.hung = True, False
+        self.alive, self.hung, self.dying = True, False, False
         self.loaded = self.owes_hello = self.handles_signals = False
         self.terms = self.usr1s = 0
         self.mail: list[tuple[str, Json]] = []

@@ -1,7 +1,7 @@
-"""What a death says: its cause, and whether the checkpoint before it is to blame.
+"""Whether a checkpoint is to blame for the deaths of those who resumed from it.
 
-What may live here: the judgement of one death and of a row of them. Pure. What follows from it is
-`machine`.
+What may live here: the judgement of a row of deaths. Pure. What one death says is `causes`, what
+follows from it `machine`.
 
 A checkpoint that verifies can still kill: what it holds, or what comes right after it, makes every
 trainer die. It is set aside when two have died that way, and the one before it is tried.
@@ -12,30 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from supervisor import events as ev
-from supervisor.state import CAUSE_OF_CODE, Durable
+from supervisor.state import Durable
 
 DEATHS: Final = 2
 # Ends that say nothing of the checkpoint: somebody sent them. (SIGHUP, SIGINT, SIGKILL, SIGTERM)
 SENT_SIGNALS: Final = (1, 2, 9, 15)
 SUSPICIOUS: Final = ("signal", "crash", "unknown", "hang")
-
-
-def judge(event: ev.Reaped, asked_to_stop: bool, killed_by_us: bool, hung: bool = False) -> str:
-    """The cause of death. What the kernel saw outranks what the trainer wrote about itself."""
-    if hung:
-        return "hang"
-    if event.signal is not None:
-        return "killed" if killed_by_us else "signal"
-    line = event.exit_line
-    code = event.code if event.code is not None else line.code if line is not None else None
-    if code is None:
-        return "unknown"
-    if code != 0:
-        return CAUSE_OF_CODE.get(code, "crash")
-    if line is not None and line.why in ("finished", "stopped"):
-        return line.why
-    return "stopped" if asked_to_stop else "finished"
 
 
 def blames(cause: str, signal: int | None, ready: bool) -> bool:
