@@ -165,7 +165,8 @@ def read(file: Path) -> bytes:
         with file.open("rb") as stream:
             return stream.read(FILE_BYTES_MAX + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
-        expected = f"a file that can be read ({error})"
+        reason = error.strerror if isinstance(error, OSError) else error
+        expected = f"a file that can be read ({reason})"
     raise ConfigError([Problem(str(file), "the whole", None, expected)])
 
 

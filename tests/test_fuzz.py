@@ -528,7 +528,7 @@ def test_every_input_is_taken_or_refused_in_the_words_of_its_parser(name: str, h
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_million_inputs_are_taken_or_refused(name: str, home: Path) -> None:
-    run_campaign(name, home, SOAK)
+    run_campaign(name, home, SOAK if name != "policy file" else SOAK // 5)  # the dearest by far
 
 
 def run_campaign(name: str, home: Path, inputs: int | None) -> None:

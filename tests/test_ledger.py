@@ -151,13 +151,14 @@ def test_an_entry_that_fits_into_no_write_is_refused_before_anything_is_written(
 
 floats = st.floats(allow_nan=True, allow_infinity=True, allow_subnormal=True)
 naturals = st.integers(min_value=0, max_value=2**53)
+counts = st.integers(min_value=0, max_value=2**31 - 1)
 entries = st.builds(
     Entry,
-    step=naturals,
+    step=counts,
     loss=floats,
     time=st.none() | floats,
-    attempt=st.none() | naturals,
-    epoch=st.none() | naturals,
+    attempt=st.none() | counts,
+    epoch=st.none() | counts,
     arm=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
     targets_seen=st.none() | naturals,
     learning_rate=st.none() | floats,
