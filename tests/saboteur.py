@@ -209,7 +209,6 @@ class Saboteur:
                 signal.signal(
                     signal.SIGTERM, lambda *_: print("SIGTERM, and no answer", flush=True)
                 )
-                print("deaf from here on", flush=True)
                 while True:
                     signal.pause()
             elif name in LEFTOVERS:
