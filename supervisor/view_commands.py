@@ -53,6 +53,7 @@ _STATE_WORDS = {0: "running", 1: "DEAD", 3: "not running", 4: "unknown"}
 def status_text(status: Json, code: int) -> str:
     """The status for a person: state and reason first, then where it stands."""
     from supervisor.progress import number
+    from supervisor.tail import printable
 
     checkpoint = status["checkpoint"]
     replay = status["replay"]
@@ -81,6 +82,7 @@ def status_text(status: Json, code: int) -> str:
         lines.append(
             f"  last exit   {exit_record['cause']} (code {exit_record['code']}, signal"
             f" {exit_record['signal']})"
+            + (f": {printable(exit_record['message'])}" if exit_record.get("message") else "")
         )
     if replay["verified_steps"] or replay["diverged_steps"]:
         first = replay["first_diverged_step"]

@@ -212,7 +212,6 @@ class Saboteur:
                 signal.signal(
                     signal.SIGTERM, lambda *_: print("SIGTERM, and no answer", flush=True)
                 )
-                print("deaf from here on", flush=True)
                 while True:
                     signal.pause()
             elif name in HANGS:
@@ -359,11 +358,11 @@ def leave_orphans(count: int) -> None:
     """Grandchildren that lose their parent and then end, with nobody to wait for them."""
     middle = os.fork()
     if middle == 0:
-        middle_pid = os.getpid()
+        reader, writer = os.pipe()
         for _ in range(count):
             if os.fork() == 0:
-                while os.getppid() == middle_pid:
-                    time.sleep(HELD_SECONDS)
+                os.close(writer)
+                os.read(reader, 1)  # until the parent is gone
                 os._exit(0)
         os._exit(0)
     os.waitpid(middle, 0)

@@ -371,6 +371,41 @@ def test_the_environment_of_an_attempt(directory: RunDirectory, attending: Atten
     assert attending.bury() == (0, None)
 
 
+def test_a_pause_of_ours_gives_nobody_up(directory: RunDirectory, attending: Attendant) -> None:
+    """The bound counts from what was done, not from the clock: a supervisor that slept through all
+    of it still asks, and still kills, before it gives up."""
+    code = "ENV = {}\n" + stray_code(DEAF)
+    begin(attending, directory, *python(code))
+    wait_until(attending.died, "its death")
+    stray = int(directory.log(1).read_text())
+    attending.begin_reaping()
+    late = 100.0 + 10 * attendant.LIMIT_SECONDS
+    assert attending.end_of_tree(late) is None
+    assert proc.start_ticks(stray) is not None
+    later = late + 10 * attendant.LIMIT_SECONDS
+    assert attending.end_of_tree(later) is None
+    wait_for_end(stray)
+    assert attending.end_of_tree(later + attendant.LIMIT_SECONDS) == ()
+    assert attending.bury() == (0, None)
+
+
+def test_a_main_process_that_does_not_end_is_nobodys_death(
+    directory: RunDirectory, attending: Attendant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor never becomes readable. How long that may go on is the machine's to say."""
+    begin(attending, directory, *python(WAITS))
+    with monkeypatch.context() as patched:
+        patched.setattr(child.Child, "poll", lambda self: False)
+        attending.kill()
+        assert not attending.died()
+        attending.begin_reaping()
+        for number in range(1, 100):
+            assert attending.end_of_tree(number * attendant.LIMIT_SECONDS) is None
+    wait_until(attending.died, "its end")
+    assert attending.end_of_tree(10_000.0) == ()
+    assert attending.bury() == (None, signal.SIGKILL)
+
+
 @pytest.mark.fault("SV-29", phase="loading", does="sends SIGUSR1 only where /proc shows a handler")
 def test_a_signal_without_a_handler_is_not_sent(
     directory: RunDirectory, attending: Attendant

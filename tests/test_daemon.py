@@ -89,7 +89,8 @@ def test_the_status_has_all_that_others_rely_on(finished: Run) -> None:
         "diverged_steps": 0,
         "first_diverged_step": None,
     }
-    assert status["last_exit"] == {"cause": "finished", "code": 0, "signal": None}
+    last = {"cause": "finished", "code": 0, "signal": None, "message": None}
+    assert status["last_exit"] == last
     assert (status["phase"], status["wish"], status["step"]) == ("finished", "run", 45)
     assert (status["supervisor_pid"], status["trainer_pid"]) == (None, None)
     assert (status["alarms"], status["restarts"]) == ([], 0)

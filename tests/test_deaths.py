@@ -13,7 +13,7 @@ import pytest
 from runs_kit import Run, kill, wait_for_end, wait_until
 from tree_kit import run_of
 
-from supervisor import causes, cgroup, contract, events as ev, evidence, proc
+from supervisor import causes, cgroup, contract, events as ev, evidence, proc, view_commands
 from supervisor.causes import judge
 from supervisor.contract import ExitLine
 from supervisor.evidence import Witness
@@ -236,7 +236,7 @@ def test_a_broken_device_is_named_with_its_words(run: Run) -> None:
     words = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
     assert (ended["cause"], ended["code"], ended["message"]) == ("device-lost", 1, words)
     assert ended["counted"]
-    assert run.file_status()["last_exit"]["message"] != words, "that of the newest attempt"
+    assert run.file_status()["last_exit"]["message"] is None, "that of the newest attempt"
 
 
 def test_too_little_address_space_is_a_crash_that_says_so(run: Run) -> None:
@@ -361,13 +361,13 @@ def test_a_trainer_that_cannot_be_killed_is_stuck_and_has_no_successor(
         if how == "dropped":
             with (run.home / "sitecustomize.py").open("a") as file:
                 file.write(DROPS_SIGKILL)
-        run.faults = "deaf@9"
+        run.faults = "native@9"
         run.set("stop", grace_seconds=0.5, signal_after_seconds=0.1, kill_seconds=1.0)
         supervisor = run.hold(8)
         pid = run.status()["trainer_pid"]
         run.gate(9)
         log = run.directory / contract.LOGS / "attempt-0001.log"
-        wait_until(lambda: "deaf from here on" in log.read_text(), "a trainer that is deaf")
+        wait_until(lambda: "native from here on" in log.read_text(), "a trainer that hangs")
         with unkillable(run, how):
             supervisor.send_signal(signal.SIGTERM)
             wait_until(lambda: run.status()["phase"] == "stopping", "a stop that is served")
@@ -390,3 +390,17 @@ def test_a_trainer_that_cannot_be_killed_is_stuck_and_has_no_successor(
         run.open_gate()
         assert run.finish() == 0
         assert run.steps() == list(range(1, 31))
+
+
+def test_the_last_words_are_shown_with_their_control_characters_disarmed(run: Run) -> None:
+    run.faults = "ecc@6"
+    run.set("restart", deaths=1)
+    assert run.finish() == 1
+    shown = run.supervisor("status", str(run.directory)).stdout
+    assert "last exit   device-lost (code 1, signal None): RuntimeError: CUDA error" in shown
+    status = {**run.file_status(), "last_exit": {**LAST_EXIT, "message": "a\x1b[31mb"}}
+    status["checkpoint"] = {**status["checkpoint"], "age_seconds": None}
+    assert "signal None): a\ufffd[31mb" in view_commands.status_text(status, 3)
+
+
+LAST_EXIT: Final = {"cause": "crash", "code": 1, "signal": None}

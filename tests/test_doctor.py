@@ -17,7 +17,10 @@ import pytest
 from supervisor import cli, doctor
 from supervisor.doctor import Finding, examine
 
-NAMES = ["python", "kernel", "torch", "disk space", "disk speed", "sockets", "signals", "memory"]
+NAMES = [
+    *("python", "kernel", "torch", "disk space", "disk speed"),
+    *("sockets", "signals", "containment", "memory"),
+]
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import pytest
 from runs_kit import DEADLINE_SECONDS, Run, kill, wait_for_end, wait_until
 from tree_kit import MECHANISMS, Leftovers, each_mechanism, run_of, zombies_of
 
-from supervisor import cgroup, child, contract, doctor, proc, strays
+from supervisor import attendant, cgroup, child, contract, doctor, events as ev, proc, strays
+from supervisor.attendant import Attendant
 from supervisor.cgroup import Cgroup
 from supervisor.log import Log
 from supervisor.rundir import RunDirectory, lock_holder, take_trainer_lock
@@ -538,3 +539,61 @@ def test_a_kernel_that_says_nothing_of_locks_gets_a_careful_answer(
 def test_it_is_seen_that_a_process_should_be_dead(tmp_path: Path) -> None:
     assert not proc.is_dying(os.getpid())
     assert not proc.is_dying(2**22 - 3)
+
+
+@pytest.fixture
+def attending(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Attendant]:
+    """With a group of its own: the kernel's where we may make one, else files that look like it."""
+    if "cgroup" not in MECHANISMS:
+        monkeypatch.setattr(cgroup, "delegated", lambda: Cgroup(tmp_path))
+        monkeypatch.setattr(cgroup, "create", lambda parent, name: fake_group(tmp_path / name))
+    log = Log(directory.supervisor_log)
+    made = Attendant(directory, log)
+    yield made
+    made.close()
+    log.close()
+
+
+def test_a_group_is_made_filled_killed_and_removed(
+    directory: RunDirectory, attending: Attendant
+) -> None:
+    assert attending.containment == "cgroup"
+    effect = ev.Spawn(1, NONCE, 0, 1)
+    command = (sys.executable, "-c", SPAWNS)
+    started = attending.spawn(effect, command, os.environ, directory.path)
+    assert isinstance(started, ev.Spawned)
+    wait_until(lambda: directory.log(1).read_text().endswith("\n"), "its children")
+    pids = [int(word) for word in directory.log(1).read_text().split()]
+    group = attending._tree.group
+    assert group is not None
+    assert group.path.name == attendant.group_name(NONCE)
+    if "cgroup" in MECHANISMS:
+        assert set(group.members()) == {started.pid, *pids}
+    attending.kill()
+    wait_until(attending.died, "its end")
+    for pid in pids if "cgroup" in MECHANISMS else pids[:3]:
+        wait_for_end(pid)  # also those that nothing else proves to be ours
+    attending.begin_reaping()
+    wait_until(lambda: attending.end_of_tree(100.0) == (), "an empty tree")
+    assert attending.bury() == (None, signal.SIGKILL)
+    if "cgroup" in MECHANISMS:
+        assert not group.path.exists()
+    else:
+        assert (group.path / "cgroup.kill").read_text() == "1"
+        assert group.procs.read_text() == "0\n"
+        kill(pids[3])
+        wait_for_end(pids[3])
+
+
+def test_a_group_of_an_attempt_that_never_began_is_gone(
+    directory: RunDirectory, attending: Attendant
+) -> None:
+    effect = ev.Spawn(1, NONCE, 0, 1)
+    failed = attending.spawn(effect, ("true",), os.environ, directory.path / "nowhere")
+    assert isinstance(failed, ev.SpawnFailed)
+    parent = cgroup.delegated()
+    assert parent is not None
+    if "cgroup" in MECHANISMS:
+        assert not (parent.path / attendant.group_name(NONCE)).exists()

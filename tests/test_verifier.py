@@ -527,7 +527,7 @@ def with_code(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         return real([sys.executable, "-c", code], **options)
 
-    monkeypatch.setattr("supervisor.verifier.subprocess.Popen", popen)
+    monkeypatch.setattr("supervisor.verifier.Owned", popen)
 
 
 def test_a_helper_that_cannot_be_started_is_an_error_without_leftovers(
