@@ -9,9 +9,12 @@ the step stands in for training. Steps and cadence come from run.toml. Run by th
   and gone (after it). Names: kill, segv, deaf, exitN (leaves with code N, and says so in its exit
   line), crashN (leaves with code N without a word), wrong (another loss than last time), gap (skips
   a step), restless (does not wait once it has paused), stray (leaves a process behind that holds
-  the lock), and torn:STAGE, a kill inside the publication of this step's checkpoint, for the stages
-  of `checkpoint_kit.publish`.
+  the lock), workers (has two processes of its own session without which it cannot train), chatty
+  (prints a thousand lines), linger (is as slow to leave as SABOTEUR_HOLD says), and torn:STAGE, a
+  kill inside the publication of this step's checkpoint, for the stages of `checkpoint_kit.publish`.
 - SABOTEUR_GATE: a file with a number; training is held at that step until the file says more.
+- SABOTEUR_HOLD: a file; while it is there, a save waits before its checkpoint is written, and
+  lingering goes on.
 - SABOTEUR_MUTE: anything; it has no link then and knows only signals.
 - SABOTEUR_PAUSE: how many seconds it waits for the word to exit.
 """
@@ -78,6 +81,7 @@ class Saboteur:
         self.planned = planned_faults(link.life.attempt)
         self.step = self.saved = link.life.resume_step or 0
         self.told: str | None = None
+        self.workers: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
         self.misbehave("load")
@@ -129,6 +133,8 @@ class Saboteur:
         return gate is not None and self.step >= int(Path(gate).read_text())
 
     def update(self) -> None:
+        if any(worker.poll() is not None for worker in self.workers):
+            raise RuntimeError("a data worker is gone")
         self.step += 1
         self.misbehave(str(self.step))
         names = self.planned.get(str(self.step), ())
@@ -163,6 +169,7 @@ class Saboteur:
         )
         directory = self.link.directory / contract.CHECKPOINTS
         torn = [n[5:] for n in self.planned.get(str(step), ()) if n.startswith("torn:")]
+        hold(f"saves step {step}")
         if not (directory / f"{contract.checkpoint_stem(step)}.bin").exists():
             checkpoint_kit.publish(
                 directory,
@@ -194,6 +201,13 @@ class Saboteur:
                 )
                 while True:
                     signal.pause()
+            elif name == "workers":
+                self.workers = [subprocess.Popen([sys.executable, "-c", WORKER]) for _ in range(2)]
+            elif name == "chatty":
+                for line in range(1000):
+                    print(f"step {self.step}, line {line}")
+            elif name == "linger":
+                hold("lingers")
             elif name == "stray":
                 leave_stray(self.life.lock_fd)
             elif name.startswith("exit"):
@@ -210,6 +224,21 @@ def kill() -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("nobody survives SIGKILL")
 
+
+def hold(what: str) -> None:
+    """Says what is held, once it is, and waits while the file is there."""
+    place = os.environ.get("SABOTEUR_HOLD")
+    if place is None or not os.path.exists(place):
+        return
+    print(f"held: {what}", flush=True)
+    while os.path.exists(place):
+        time.sleep(HELD_SECONDS)
+
+
+# Like a data loader's: it dies of SIGTERM, and of the end of whoever it works for.
+WORKER = (
+    "import os, select; w = os.pidfd_open(os.getppid()); p = select.poll(); p.register(w); p.poll()"
+)
 
 # No SIGTERM for it, and no end of its own.
 STRAY = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
