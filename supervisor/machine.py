@@ -336,8 +336,8 @@ def judge(event: ev.Reaped, asked_to_stop: bool, killed_by_us: bool) -> str:
         return "killed" if killed_by_us else "signal"
     line = event.exit_line
     code = event.code if event.code is not None else line.code if line is not None else None
-    if code is None:
-        return "unknown"
+    if code is None:  # adopted, and without a last word: only what we did is known
+        return "killed" if killed_by_us else "unknown"
     if code != 0:
         return CAUSE_OF_CODE.get(code, "crash")
     if line is not None and line.why in ("finished", "stopped"):

@@ -10,11 +10,11 @@ the step stands in for training. Steps and cadence come from run.toml. Run by th
   line), crashN (leaves with code N without a word), wrong (another loss than last time), gap (skips
   a step), restless (does not wait once it has paused), stray (leaves a process behind that holds
   the lock), workers (has two processes of its own session without which it cannot train), chatty
-  (prints a thousand lines), linger (is as slow to leave as SABOTEUR_HOLD says), and torn:STAGE, a
-  kill inside the publication of this step's checkpoint, for the stages of `checkpoint_kit.publish`.
+  (prints a thousand lines), hijack (lets a library have SIGUSR1), linger (waits while the file
+  SABOTEUR_HOLD.end is there), and torn:STAGE, a kill inside the publication of this step's
+  checkpoint, for the stages of `checkpoint_kit.publish`.
 - SABOTEUR_GATE: a file with a number; training is held at that step until the file says more.
-- SABOTEUR_HOLD: a file; while it is there, a save waits before its checkpoint is written, and
-  lingering goes on.
+- SABOTEUR_HOLD: a file; while it is there, a save waits before its checkpoint is written.
 - SABOTEUR_MUTE: anything; it has no link then and knows only signals.
 - SABOTEUR_PAUSE: how many seconds it waits for the word to exit.
 """
@@ -203,11 +203,13 @@ class Saboteur:
                     signal.pause()
             elif name == "workers":
                 self.workers = [subprocess.Popen([sys.executable, "-c", WORKER]) for _ in range(2)]
+            elif name == "hijack":
+                signal.signal(signal.SIGUSR1, lambda *_: None)
             elif name == "chatty":
                 for line in range(1000):
                     print(f"step {self.step}, line {line}")
             elif name == "linger":
-                hold("lingers")
+                hold("lingers", ".end")
             elif name == "stray":
                 leave_stray(self.life.lock_fd)
             elif name.startswith("exit"):
@@ -225,10 +227,10 @@ def kill() -> NoReturn:
     raise AssertionError("nobody survives SIGKILL")
 
 
-def hold(what: str) -> None:
+def hold(what: str, ending: str = "") -> None:
     """Says what is held, once it is, and waits while the file is there."""
-    place = os.environ.get("SABOTEUR_HOLD")
-    if place is None or not os.path.exists(place):
+    place = os.environ.get("SABOTEUR_HOLD", "") + ending
+    if not os.path.exists(place):
         return
     print(f"held: {what}", flush=True)
     while os.path.exists(place):

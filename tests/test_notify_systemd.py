@@ -16,7 +16,7 @@ from typing import Final
 import pytest
 from runs_kit import DEADLINE_SECONDS, Run, kill, wait_for_end, wait_until
 
-from supervisor import child, contract, notify, parentage
+from supervisor import contract, notify, parentage
 from supervisor.contract import Json
 from supervisor.notify import EXTENSION_SECONDS, Notifier, ending, status_line
 from supervisor.rundir import lock_holder
@@ -319,7 +319,8 @@ def test_sv77_a_run_is_told_from_ready_to_its_end_and_no_child_can_speak(
         names = {item.split(b"=")[0].decode() for item in environ(pid).split(b"\0")}
         assert not names & set(notify.VARIABLES)
         assert "SUPERVISOR_RUNS" in names, "everything else is there"
-    assert STOPPING not in systemd.lines()
+    assert run.ask("restart").outcome == "done"
+    assert STOPPING not in systemd.lines(), "a restart stops a trainer, and is not the end"
     assert run.ask("stop").outcome == "done"
     assert run.end(supervisor) == 0
     lines = systemd.lines()
@@ -338,17 +339,6 @@ def children_of(pid: int) -> list[int]:
 
 def environ(pid: int) -> bytes:
     return Path(f"/proc/{pid}/environ").read_bytes()
-
-
-def test_a_restart_is_not_an_end(run: Run, systemd: Manager) -> None:
-    supervisor = run.hold(12)
-    assert run.ask("restart").outcome == "done"
-    systemd.wait_for("STATUS=running")
-    assert STOPPING not in systemd.lines()
-    run.open_gate()
-    assert run.end(supervisor) == 0
-    assert systemd.wait_for("STATUS=finished: step 30 of 30")
-    assert STOPPING in systemd.lines()
 
 
 def test_a_stuck_loop_is_silent_though_its_threads_live(
@@ -515,21 +505,16 @@ def test_a_kill_of_everything_after_the_time_out_loses_nothing_on_record(run: Ru
     assert run.file_status()["replay"]["verified_steps"] == 2
 
 
-@pytest.mark.parametrize("whom", ["supervisor", "trainer"])
-def test_the_helper_and_the_supervisor_outlive_signals_from_their_first_moment(
-    run: Run, whom: str
-) -> None:
-    """To every process that the supervisor has, all the time, until the run is over."""
+def test_the_helper_outlives_signals_from_its_first_moment(run: Run) -> None:
+    """A signal to the whole service must not take away what the supervisor ends with."""
     supervisor = run.start()
     wait_until(lambda: lock_holder(run.directory / contract.LOCK_FILE), "an owner")
     while supervisor.poll() is None:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for pid in children_of(supervisor.pid):
-                if whom == "supervisor" and b"supervisor.verifier" in command_of(pid):
+                if b"supervisor.verifier" in command_of(pid):
                     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
                         kill(pid, number)
-                if whom == "trainer" and child.handles_signal(pid, signal.SIGUSR1):
-                    kill(pid, signal.SIGUSR1)
     assert run.end(supervisor) == 0
     assert len(run.records("attempt_started")) == 1
     assert_whole(run)
