@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -72,47 +72,62 @@ class Strike(NamedTuple):
         return f"{self.stratum.name}, {where}: {self.phase if self.struck else 'not reached'}"
 
 
-def live_once(home: Path, shim: Path, stratum: Stratum, number: int) -> Struck:
-    """A run of which one supervisor's life, now over, was struck at call `number`; -1: at none.
-    The caller closes it."""
+def live_once(home: Path, shim: Path, stratum: Stratum, number: int) -> tuple[Struck, bool]:
+    """A run of which one supervisor's life, now over, was struck at call `number`, and whether that
+    was before the run could come to its end: training is held until then. The caller closes it."""
     home.mkdir(parents=True)
     run = Struck(home, shim)
     # Less to write, and the same calls each time.
     run.environment["PYTHONDONTWRITEBYTECODE"] = "1"
     try:
-        match stratum.name:
-            case "whole life":
-                run.arm(stratum.role, "stop", number, ARMED_AT_LOCK)
-                supervisor = run.start()
-            case "deaths":
-                run.faults = "crash1@load#1,crash1@5#2,crash1@7#3"
-                run.arm(stratum.role, "stop", number, ARMED_AT_LOCK)
-                supervisor = run.start()
-            case "backoff":
-                run.faults = "crash1@5#1"
-                run.set("restart", delay_seconds=60.0)
-                supervisor = run.start()
-                run.wait_for_status(phase="backoff", stage="")
-                run.arm(stratum.role, "stop", number, ARMED)
-                # Each answer is a call, and so is what it writes of itself about once a second.
-                wait_until(lambda: not answers(run), "an end")
-            case "adoption":
-                run.kill_supervisor(run.hold(HELD))
-                run.arm(stratum.role, "stop", number, ARMED_AT_LOCK)
-                supervisor = run.start()
-                wait_until(
-                    lambda: supervisor.poll() is not None or run.records("attempt_adopted"),
-                    "an adoption, or an end",
-                )
-            case _:
-                supervisor = pivot_once(run, stratum.role, number)
-        run.open_gate()
+        supervisor = live_until_there(run, stratum, number)
+        early = bool(run.map["struck"])
+        if not early:
+            run.open_gate()
         code = run.end(supervisor)
         assert code == 0, (code, run.output())
     except BaseException:
         run.close()
         raise
-    return run
+    return run, early
+
+
+def live_until_there(run: Struck, stratum: Stratum, number: int) -> subprocess.Popen[str]:
+    """A supervisor that was struck, or has ended, or has come to where its training is held."""
+
+    def come_to(there: Callable[[], object]) -> None:
+        wait_until(
+            lambda: supervisor.poll() is not None or run.map["struck"] or there(),
+            "a strike, or an end, or the step where training is held",
+        )
+
+    run.gate(HELD)
+    match stratum.name:
+        case "whole life":
+            run.arm(stratum.role, "stop", number, ARMED_AT_LOCK)
+            supervisor = run.start()
+            come_to(lambda: run.history_step() == HELD)
+        case "deaths":
+            run.faults = "crash1@load#1,crash1@5#2,crash1@7#3"
+            run.arm(stratum.role, "stop", number, ARMED_AT_LOCK)
+            supervisor = run.start()
+            come_to(lambda: run.history_step() == HELD)
+        case "backoff":
+            run.faults = "crash1@5#1"
+            run.set("restart", delay_seconds=60.0)
+            supervisor = run.start()
+            run.wait_for_status(phase="backoff", stage="")
+            run.arm(stratum.role, "stop", number, ARMED)
+            # Each answer is a call, and so is what it writes of itself about once a second.
+            come_to(lambda: not answers(run))
+        case "adoption":
+            run.kill_supervisor(run.hold(HELD))
+            run.arm(stratum.role, "stop", number, ARMED_AT_LOCK)
+            supervisor = run.start()
+            come_to(lambda: run.records("attempt_adopted"))
+        case _:
+            supervisor = pivot_once(run, stratum.role, number)
+    return supervisor
 
 
 def answers(run: Struck) -> bool:
@@ -142,14 +157,14 @@ def pivot_once(run: Struck, role: str, number: int) -> subprocess.Popen[str]:
 # --- what must hold -------------------------------------------------------------------------------
 
 
-def check_stopped(run: Struck) -> None:
+def check_stopped(run: Struck, early: bool) -> None:
     """The life that was struck has ended on record, and nothing of it is left."""
     records = run.records()
     started = [n for n, record in enumerate(records) if record["record"] == "supervisor_started"]
     life = records[started[-1] :]
     ended = [record for record in life if record["record"] == "supervisor_ended"]
     assert len(ended) == 1, life
-    assert ended[0]["phase"] in ("stopped", "finished"), ended
+    assert ended[0]["phase"] in (("stopped",) if early else ("stopped", "finished")), ended
     assert ended[0]["reason"], ended
     assert run.durable.wish == "run", "a signal is no wish"
     assert run.durable.open is None, "the attempt has its end on record"
@@ -186,11 +201,13 @@ def phase_of(run: Struck) -> str:
 
 def strike(home: Path, shim: Path, stratum: Stratum, number: int) -> Strike:
     try:
-        with contextlib.closing(live_once(home, shim, stratum, number)) as run:
+        run, early = live_once(home, shim, stratum, number)
+        with contextlib.closing(run):
             struck, phase = bool(run.map["struck"]), phase_of(run)
-            check_stopped(run)
+            check_stopped(run, early)
             run.heal()
             run.faults = ""
+            run.open_gate()
             assert run.finish("--as-recorded") == 0, run.output()
             check_finished(run)
     except AssertionError as error:
