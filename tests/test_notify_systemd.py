@@ -341,6 +341,28 @@ def environ(pid: int) -> bytes:
     return Path(f"/proc/{pid}/environ").read_bytes()
 
 
+def test_the_loop_wakes_for_the_watchdog_where_nothing_else_wakes_it(
+    run: Run, systemd: Manager
+) -> None:
+    run.environment |= systemd.environment(0.1)
+    run.faults = "crash1@load#1"
+    run.set("restart", delay_seconds=60.0)
+    supervisor = run.start()
+    run.wait_for_status(phase="backoff", stage="")
+    systemd.listen()
+    systemd.heard.clear()
+    written = set()
+
+    def has_beaten() -> bool:
+        written.add(run.file_status()["time"])  # about once a second: all else that happens now
+        return systemd.lines().count(BEAT) >= 40
+
+    wait_until(has_beaten, "forty beats")
+    assert len(written) <= 20
+    supervisor.terminate()
+    assert run.end(supervisor) == 0
+
+
 def test_a_stuck_loop_is_silent_though_its_threads_live(
     run: Run, systemd: Manager, tmp_path: Path
 ) -> None:
