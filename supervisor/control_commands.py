@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -24,6 +24,8 @@ from supervisor.terminal import (
     run_argument,
     timeout_option,
 )
+
+ENDING_INTERVAL_SECONDS: Final = 0.1
 
 
 @click.command()
@@ -97,7 +99,10 @@ def stop(run: str | None, timeout_seconds: float, request_id: str | None) -> int
         try:
             left_seconds = max(0.0, deadline - time.monotonic())
             answer = client.ask(directory, "stop", id=id, timeout_seconds=left_seconds)
-            break
+            if answer.outcome != "busy" or left_seconds == 0.0:
+                break
+            # That supervisor is ending for a reason of its own, and takes no wish any more.
+            time.sleep(ENDING_INTERVAL_SECONDS)
         except client.DeadlinePassed as error:
             return complain(str(error), ExitCode.DEADLINE)
         except client.NoSupervisor:

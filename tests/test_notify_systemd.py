@@ -433,7 +433,10 @@ def assert_whole(run: Run, steps: int = 30) -> None:
 
 @pytest.mark.fault("FC-66", phase="saving", does="waits for the save and asks for more time")
 @pytest.mark.fault("FC-74", phase="saving", does="ends in a checkpoint that is verified")
-def test_fc66_a_save_that_is_slow_is_waited_for_and_told_of(run: Run, systemd: Manager) -> None:
+@pytest.mark.parametrize("mode", ["mixed", "control-group"])
+def test_fc66_a_save_that_is_slow_is_waited_for_and_told_of(
+    run: Run, systemd: Manager, mode: str
+) -> None:
     """A launcher turned SIGTERM into SIGKILL after thirty seconds, in the middle of a save
     (pytorch/pytorch #119856, #68258); elsewhere it was passed by and nothing was saved
     (Lightning #20542, #6626)."""
@@ -441,7 +444,8 @@ def test_fc66_a_save_that_is_slow_is_waited_for_and_told_of(run: Run, systemd: M
     held = hold_saves(run)
     supervisor = run.hold(12)
     held.touch()
-    supervisor.terminate()  # KillMode=mixed
+    for pid in [supervisor.pid] if mode == "mixed" else everybody(supervisor.pid):
+        kill(pid, signal.SIGTERM)
     wait_until(lambda: "held: saves step 12" in attempt_log(run), "a save that takes its time")
     systemd.wait_for(STOPPING)
     told = systemd.wait_for("STATUS=stopping: step 12 of 30, loss ")

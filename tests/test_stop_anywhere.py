@@ -26,7 +26,7 @@ from runs_kit import Run, kill, wait_for_end, wait_until
 from saboteur import PARAMETERS, loss_of
 from shim_kit import ARMED, ARMED_AT_LOCK, STEPS, Struck, check
 
-from supervisor import child, client, contract, verify
+from supervisor import child, cli, client, contract, verify
 from supervisor.rundir import RunDirectory, lock_holder
 
 HELD: Final = 6
@@ -344,7 +344,6 @@ def test_a_trainer_that_died_alone_is_put_on_record_by_the_stop(run: Run) -> Non
     wait_for_end(pid)
     assert stop(run).returncode == 0
     assert_stopped(run, "unknown")
-    assert_goes_on(run)
 
 
 def test_a_run_whose_first_moments_were_cut_short_is_stopped_too(run: Run) -> None:
@@ -354,7 +353,6 @@ def test_a_run_whose_first_moments_were_cut_short_is_stopped_too(run: Run) -> No
     assert stop(run).returncode == 0
     wait_for_end(pid)
     assert_stopped(run, "stopped")
-    assert_goes_on(run)
 
 
 def test_three_stops_at_once_are_one_stop(run: Run) -> None:
@@ -372,6 +370,25 @@ def test_three_stops_at_once_are_one_stop(run: Run) -> None:
     assert [one.returncode for one in found] == [0, 0, 0], [one.stderr for one in found]
     assert len(run.records("attempt_ended")) == 1
     assert_stopped(run, "stopped")
+
+
+def test_a_stop_that_meets_an_end_is_asked_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A supervisor that is ending for a reason of its own takes no wish any more."""
+    run.directory.mkdir()
+    (run.directory / contract.JOURNAL_FILE).touch()
+    ending = client.Answer("s1", "busy", "the supervisor is ending (stopped)", {})
+    done = client.Answer("s1", "done", "", {"phase": "stopped", "step": 12})
+    answers = iter([ending, ending, done])
+    monkeypatch.setattr(client, "ask", lambda *_, **__: next(answers))
+    monkeypatch.setattr("sys.argv", ["supervisor", "stop", str(run.directory)])
+    assert cli.main() == 0
+    assert capsys.readouterr().out == "stopped; the newest checkpoint is step 12\n"
+    answers = iter([ending])
+    monkeypatch.setattr("sys.argv", ["supervisor", "stop", str(run.directory), "--timeout", "0"])
+    assert cli.main() == 1
+    assert "busy: the supervisor is ending" in capsys.readouterr().err
 
 
 def test_a_stop_that_leaves_somebody_at_work_is_not_done(run: Run, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import assume, given, strategies as st
 from runs_kit import DEADLINE_SECONDS, Run
 
-from supervisor import contract, unit
+from supervisor import cli, contract, unit
 from supervisor.unit import Service, Unwritable, choose_environment, quote, quote_line, render
 
 ANALYZE: Final = shutil.which("systemd-analyze")
@@ -398,16 +398,28 @@ def test_a_secret_is_named_and_left_out(run: Run) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_is_told_and_nothing_is_written(
-    run: Run, arguments: list[str], words: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
 ) -> None:
-    found = run.supervisor("unit", *arguments)
-    assert found.returncode == 2
-    assert words in found.stderr
-    assert found.stdout == ""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["supervisor", "unit", *arguments])
+    assert cli.main() == 2
+    told = capsys.readouterr()
+    assert words in told.err
+    assert told.out == ""
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_told(run: Run) -> None:
-    place = str(run.home / "no" / "such" / "x.service")
-    found = run.supervisor("unit", "--config", str(run.config), "--output", place)
-    assert found.returncode == 2
-    assert f"--output {place}: No such file or directory" in found.stderr
+def test_a_place_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('[trainer]\ncommand = ["true"]\n')
+    place = str(tmp_path / "no" / "such" / "x.service")
+    words = ["unit", "--config", str(config), "--output", place]
+    monkeypatch.setattr("sys.argv", ["supervisor", *words])
+    assert cli.main() == 2
+    assert f"--output {place}: No such file or directory" in capsys.readouterr().err
