@@ -63,6 +63,8 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
 
     5  progress.py             what a person sees of a run in the foreground
     5  signals.py              signals to the supervisor, as counts that the loop reads
+    5  notify.py               what a service manager is told: ready, alive, ending
+    5  parentage.py            who started this process: whether signals reach it
     5  attendant.py            the living attempt: its process, its lock, its death
     5  housekeeping.py         the errands to the helper process
     5  daemon.py               the one loop: wait, gather events, decide, make durable, act
@@ -81,6 +83,8 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     6  history.py              exports of the history
     6  import_run.py           a run of another program becomes one of ours
     6  proof_commands.py       verify, history, import
+    6  unit.py                 the systemd unit of a run: its text and its quoting
+    6  service_commands.py     unit
     6  start.py                the start command, before the loop and after it
     6  terminal.py             what all commands share
     6  control_commands.py     start, stop, restart, checkpoint

@@ -19,6 +19,7 @@ from supervisor import (
     exactness_commands,
     policy_commands,
     proof_commands,
+    service_commands,
     view_commands,
 )
 from supervisor.contract import ExitCode
@@ -91,5 +92,6 @@ for command in (
     proof_commands.verify,
     proof_commands.history,
     proof_commands.import_command,
+    service_commands.unit,
 ):
     cli.add_command(command)

@@ -679,6 +679,7 @@ _LIFE: Final[_Schema] = {"attempt": (count, _REQUIRED), "nonce": (text, _REQUIRE
 UP: Final[dict[str, _Schema]] = {
     "hello": _LIFE
     | {
+        "version": (count, _REQUIRED),
         "pid": (count, _REQUIRED),
         "step": (count, _REQUIRED),
         "parameters": (count, _REQUIRED),
@@ -759,7 +760,7 @@ def parse_message(frame: bytes, table: Mapping[str, _Schema], where: str) -> tup
     version = body.get("version")
     spoken = isinstance(version, int) and CONTRACT_VERSION_OLDEST <= version <= CONTRACT_VERSION
     if not spoken:
-        raise ContractError(f"{where}: version {version!r}, this side speaks {CONTRACT_VERSION}")
+        raise ContractError(f"{where}: version {shown(version)}, this side speaks {CONTRACT_VERSION}")
     verb = body.get("verb")
     if not isinstance(verb, str) or verb not in table:
         raise ContractError(f"{where}: unknown verb {shown(verb)}, expected one of {sorted(table)}")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -23,6 +24,8 @@ from supervisor.terminal import (
     run_argument,
     timeout_option,
 )
+
+ENDING_INTERVAL_SECONDS: Final = 0.1
 
 
 @click.command()
@@ -91,24 +94,41 @@ def stop(run: str | None, timeout_seconds: float, request_id: str | None) -> int
 
     directory = find(run)
     id = request_id or client.new_request_id()
-    try:
-        answer = client.ask(directory, "stop", id=id, timeout_seconds=timeout_seconds)
-    except client.NoSupervisor:
-        from supervisor import start as starting
-
+    deadline = time.monotonic() + timeout_seconds
+    while True:
         try:
-            return starting.resume_directory(
-                directory, os.environ, starting.Request("stop", id, False)
-            )
-        except starting.Refused as refusal:
-            return complain(str(refusal), refusal.code)
-    except client.DeadlinePassed as error:
-        return complain(str(error), ExitCode.DEADLINE)
+            left_seconds = max(0.0, deadline - time.monotonic())
+            answer = client.ask(directory, "stop", id=id, timeout_seconds=left_seconds)
+            if answer.outcome != "busy" or left_seconds == 0.0:
+                break
+            # That supervisor is ending for a reason of its own, and takes no wish any more.
+            time.sleep(ENDING_INTERVAL_SECONDS)
+        except client.DeadlinePassed as error:
+            return complain(str(error), ExitCode.DEADLINE)
+        except client.NoSupervisor:
+            stopped = _stop_alone(directory, id)
+            if stopped is not None:
+                return stopped
     if answer.outcome != "done":
         return complain(f"{answer.outcome}: {answer.why}", ExitCode.FAILED)
     step = answer.result.get("step")
     click.echo(f"{answer.result['phase']}; the newest checkpoint is step {step}")
     return 0
+
+
+def _stop_alone(directory: Path, id: str) -> int | None:
+    """Takes over a run that nobody supervises, and stops it; None where somebody does by now."""
+    from supervisor import start as starting
+
+    try:
+        request = starting.Request("stop", id)
+        return starting.resume_directory(directory, os.environ, request)
+    except starting.Owned:
+        return None
+    except starting.Refused as refusal:
+        return complain(str(refusal), refusal.code)
+    except starting.ConfigError as error:
+        return complain(str(error), ExitCode.USAGE)
 
 
 @click.command()

@@ -38,6 +38,7 @@ from supervisor.housekeeping import Housekeeper
 from supervisor.journal import Journal
 from supervisor.ledger import Ledger
 from supervisor.log import Log
+from supervisor.notify import Notifier, ending, status_line
 from supervisor.orphans import become_subreaper
 from supervisor.progress import Reporter, describe
 from supervisor.recorder import Recorder
@@ -86,11 +87,13 @@ class Daemon:
         options: Options,
         signals: Signals,
         reporter: Reporter,
+        notifier: Notifier,
     ) -> None:
         self.directory = directory
         self.options = options
         self.signals = signals
         self.reporter = reporter
+        self.notifier = notifier
         self.log = Log(directory.supervisor_log)
         self.attendant = Attendant(directory, self.log)
         self.state = State()
@@ -232,6 +235,8 @@ class Daemon:
             self._pidfd = pidfd
         now = time.monotonic()
         moments = [self._next_status]
+        if self.notifier.due_at is not None:
+            moments.append(self.notifier.due_at)
         if self.state.deadline is not None:
             moments.append(self.state.deadline)
         if self.pipeline.retry_at is not None:
@@ -285,6 +290,7 @@ class Daemon:
             self._notice(now)
             self._alarm("sockets", self.wire.look_after())
             self._write_status()
+        self.notifier.beat(now)
 
     def _worked(self, outcome: Outcome, now: float) -> None:
         done = self._jobs.pop(outcome.ticket, None)
@@ -498,6 +504,9 @@ class Daemon:
     def _write_status(self, durable: bool = False) -> None:
         status = self.status()
         self.reporter.show(status)
+        stopping = self.state.phase == "stopping"
+        left = self.state.force_at - time.monotonic() if stopping else None
+        self.notifier.tell(status_line(status, left), ending(self.state))
         content = orjson.dumps(status, option=orjson.OPT_INDENT_2) + b"\n"
         path = self.directory.status
 

@@ -328,7 +328,10 @@ def end(turn: Turn, phase: str, reason: str) -> None:
     turn.append(ev.SupervisorEnded(phase, reason))
     newest = max(turn.state.durable.on_disk, default=None)
     for id in turn.state.stop_ids:
-        turn.answer(id, "stop", "done", phase=phase, step=newest, reason=reason)
+        if phase == "stuck":  # something of the run may still be at work
+            turn.answer(id, "stop", "refused", f"stuck: {reason}", phase=phase, step=newest)
+        else:
+            turn.answer(id, "stop", "done", phase=phase, step=newest, reason=reason)
     for id in turn.state.restart_ids:
         turn.answer(id, "restart", "refused", f"the supervisor ends ({phase}): {reason}")
     turn.set(phase=phase, stage="", deadline=None, why=reason, stop_ids=(), restart_ids=())

@@ -166,5 +166,7 @@ def describe(record: ev.Record) -> str:
             return f"finished at step {record.step}"
         case ev.RunFailed():
             return f"FAILED: {record.reason}"
+        case ev.SupervisorEnded(phase="stuck"):
+            return f"STUCK: {record.reason}"
         case _:
             return ""

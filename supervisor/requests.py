@@ -34,10 +34,24 @@ def _ask_checkpoint(turn: Turn, event: ev.Asked) -> None:
         if event.operator:
             turn.answer(event.id, "checkpoint", "busy", why)
         return
+    if not event.operator and _joins_an_earlier_one(turn):
+        return
     turn.set(checkpoints=(*state.checkpoints, Pending(event.id, event.at, event.operator)))
     if state.phase != "starting":
         moves.forward_requests(turn)
         moves.rearm(turn)
+
+
+def _joins_an_earlier_one(turn: Turn) -> bool:
+    """Ten thousand signals are one request until the trainer has seen it: its next boundary, which
+    is yet to come, answers them all. One that went out as a signal is never seen, so it is sent
+    again: the save that is under way may be that of an earlier boundary."""
+    for request in turn.state.checkpoints:
+        if not request.operator and not request.seen:
+            if request.sent_at is not None and not turn.state.linked:
+                turn.do(ev.Signal("USR1"))
+            return True
+    return False
 
 
 def _ask_stop(turn: Turn, event: ev.Asked) -> None:

@@ -74,6 +74,14 @@ class Signals:
             asked.append(Asked(now, id, "checkpoint", operator=False))
         return asked
 
+    def retire(self) -> None:
+        """Nothing is left to stop: a signal between here and the exit must not turn a clean end
+        into a death. Ignored, it stays so through the interpreter's own end, where a handler does
+        not."""
+        for number in self.NUMBERS:
+            signal.signal(number, signal.SIG_IGN)
+        self._previous = {}
+
     def close(self) -> None:
         if self._reader.fileno() < 0:
             return

@@ -29,6 +29,8 @@ from supervisor.config import ConfigError, Settings
 from supervisor.contract import ExitCode, Json, checkpoint_size_bytes
 from supervisor.daemon import Begin, Daemon, Options
 from supervisor.journal import JournalDamaged, read
+from supervisor.notify import VARIABLES, Notifier, without_variables
+from supervisor.parentage import deaf_parent
 from supervisor.patience import Limits
 from supervisor.progress import Reporter, number
 from supervisor.records import RecordBroken
@@ -52,6 +54,10 @@ class Refused(Exception):
         self.code = code
 
 
+class Owned(Refused):
+    """Another supervisor has the run, so it is the one to ask."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What the command line of `start`, or of another command without a supervisor, asked for."""
@@ -71,11 +77,16 @@ def start_from_file(
 
 
 def resume_directory(directory: Path, environment: Mapping[str, str], request: Request) -> int:
-    """Supervises a run that exists, under its own recorded settings."""
-    settings = config.load(directory / "run.toml")
+    """Supervises a run that exists, under its own recorded settings. Raises Refused and
+    ConfigError."""
+    place = RunDirectory(directory, directory.name)
+    if place.run_file.exists():
+        settings = config.load(place.run_file)
+    else:  # its supervisor was killed in its first moments; the journal says what was to be there
+        settings = _on_record(_journalled(place), place)
     recorded = settings.tree()
     recorded["run"]["directory"] = str(directory.resolve())
-    return _supervise(config.parse(recorded, str(directory / "run.toml")), environment, request)
+    return _supervise(config.parse(recorded, str(place.run_file)), environment, request)
 
 
 def _supervise(settings: Settings, environment: Mapping[str, str], request: Request) -> int:
@@ -87,6 +98,7 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         _check_space(settings, directory)
     signals = Signals()
     reporter = Reporter()
+    notifier = _take_notifier(environment)
     lock_fd = -1
     try:
         directory.create()
@@ -97,19 +109,25 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         options = _options(settings, directory, environment)
         begin = Begin(tuple(records), request.wish, request.id, request.from_scratch, request.pivot)
         inside = directory.enter()
-        code = Daemon(inside, options, signals, reporter).run(begin)
+        daemon = Daemon(inside, options, signals, reporter, notifier)
+        if words := deaf_parent(environment):
+            daemon.log.write(words)
+            reporter.say(f"warning: {words}")
+        code = daemon.run(begin)
+        signals.retire()
         reporter.close()
         if code == ExitCode.OK and request.pivot is None:
             report(inside)
         return code
     except LockHeld as held:
-        raise Refused(str(held)) from held
+        raise Owned(str(held)) from held
     except (JournalDamaged, LedgerDamaged, RecordBroken, RunError) as damage:
         raise Refused(str(damage), ExitCode.FAILED) from damage
     finally:
         reporter.close()
         if lock_fd >= 0:
             os.close(lock_fd)
+        notifier.close()
         signals.close()
 
 
@@ -119,6 +137,14 @@ def _allow_many_clients() -> None:
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _take_notifier(environment: Mapping[str, str]) -> Notifier:
+    """From here on nothing that we start, the helper process among it, speaks in our name."""
+    notifier = Notifier(environment)
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    return notifier
 
 
 def _check_supported(settings: Settings) -> None:
@@ -171,9 +197,8 @@ def _settle(
 
     The journal is the authority; run.toml is written from it by the daemon, once it is durable.
     """
-    journal = read(directory.journal)[0] if directory.journal.exists() else []
-    durable = fold(filter(None, map(ev.record_from_json, journal)))
-    if journal:
+    durable = _journalled(directory)
+    if durable != Durable():
         recorded = _on_record(durable, directory)
         return *_accept(recorded, settings, durable, directory), durable
     if directory.run_file.exists():  # a trainer has worked here alone
@@ -191,6 +216,11 @@ def _forgiven(before: Durable) -> str:
     if before.deaths:
         return f"started by hand: deaths without a new checkpoint, {before.deaths}, are forgiven"
     return ""
+
+
+def _journalled(directory: RunDirectory) -> Durable:
+    journal = read(directory.journal)[0] if directory.journal.exists() else []
+    return fold(filter(None, map(ev.record_from_json, journal)))
 
 
 def _on_record(durable: Durable, directory: RunDirectory) -> Settings:
@@ -285,7 +315,7 @@ def _options(
         ),
         run_id=settings.run.id,
         command=command,
-        environment=dict(environment),
+        environment=without_variables(environment),
         home=Path.cwd(),
         keep_last=settings.checkpoint.keep_last,
         keep_every=settings.checkpoint.keep_every,

@@ -37,6 +37,7 @@ from supervisor.contract import ContractError, ExitCode, Json, parse_object
 from supervisor.orphans import Owned
 
 CLOSE_SECONDS: Final = 1.0
+_SIGNALS_OF_OTHERS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _NICENESS: Final = 10  # training goes first
 _REPLY_BYTES_MAX: Final = 64 * 1024 * 1024
 _RECEIVE_BYTES: Final = 64 * 1024
@@ -76,7 +77,7 @@ def main() -> int:
     run_directory = Path(sys.argv[2])
     # The end of the input ends this process. A signal to the whole service must not do it while
     # the supervisor still needs its last checkpoint verified.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in _SIGNALS_OF_OTHERS:
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     lock = _lock(run_directory)
@@ -193,6 +194,9 @@ class Verifier:
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
+        # It ignores these, but only once it runs. Until then they wait, there as here: a signal to
+        # the whole service would end it, and what was asked of it, while it begins.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_OTHERS)
         with theirs:
             try:
                 self._process = Owned(
@@ -204,6 +208,8 @@ class Verifier:
             except OSError:
                 ours.close()
                 raise
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         ours.setblocking(False)
         self._socket = ours
         self._pidfd = os.pidfd_open(self._process.pid)

@@ -21,6 +21,7 @@ from fault_table import (
     pytest_collection_modifyitems as pytest_collection_modifyitems,
 )
 from hypothesis import HealthCheck, settings
+from shim_kit import build_shim
 
 SOAK = os.environ.get("SOAK") == "1"
 
@@ -51,6 +52,12 @@ GRACE_SECONDS = 10.0
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache directory that the tests of one session share, so that corpora are made once."""
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tests/fault_shim.c, compiled."""
+    return build_shim(tmp_path_factory.mktemp("shim"))
 
 
 @pytest.fixture

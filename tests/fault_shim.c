@@ -5,8 +5,9 @@
  * FAULT_MAP is a file of `struct map`, shared by the test and by all of these processes. Only the
  * processes of one role are counted, and only while the map is armed, so that the count begins with
  * a request and goes on through every life of that role. At the call with the index `strike_at` the
- * fault happens, once: a kill of the process itself, of the other role, of both, or an error in
- * place of the call. Every counted call leaves a line in FAULT_LOG: index, name, target.
+ * fault happens, once: a kill of the process itself, of the other role, of both, an error in place
+ * of the call, or a SIGTERM to the supervisor. Armed with 2, the count begins when a supervisor is
+ * about to take the lock of its run. Every counted call leaves a line in FAULT_LOG: index, name, target.
  *
  * Not counted: memory, reads, and what the threads of zmq write to wake each other up.
  */
@@ -28,7 +29,7 @@
 #include <unistd.h>
 
 enum role { NOBODY, SUPERVISOR, TRAINER, HELPER };
-enum fault { NOTHING, KILL_SELF, KILL_OTHER, KILL_BOTH, NO_SPACE, IO_ERROR };
+enum fault { NOTHING, KILL_SELF, KILL_OTHER, KILL_BOTH, NO_SPACE, IO_ERROR, STOP_SUPERVISOR };
 
 struct map {
     int64_t armed;
@@ -91,18 +92,18 @@ __attribute__((constructor)) static void begin(void)
     map->pid[role] = getpid();
 }
 
-static void kill_role(enum role one)
+static void signal_role(enum role one, int number)
 {
     long pid = map->pid[one];
     /* The number may be another process's by now. */
     if (pid > 0 && command_has(pid, COMMANDS[one]))
-        RAW(SYS_kill, pid, SIGKILL);
+        RAW(SYS_kill, pid, number);
 }
 
 /* The errno to fail with, or 0 to go on. `can_fail` is whether the kernel could refuse this. */
 static int passes(const char *name, const char *target, int can_fail)
 {
-    if (map == NULL || !map->armed || map->role != role)
+    if (map == NULL || map->armed != 1 || map->role != role)
         return 0;
     int64_t index = __atomic_fetch_add(&map->count, 1, __ATOMIC_SEQ_CST);
     char line[512];
@@ -115,7 +116,7 @@ static int passes(const char *name, const char *target, int can_fail)
     case KILL_BOTH:
     case KILL_OTHER:
         map->struck = 1;
-        kill_role(role == SUPERVISOR ? TRAINER : SUPERVISOR);
+        signal_role(role == SUPERVISOR ? TRAINER : SUPERVISOR, SIGKILL);
         if (map->fault == KILL_OTHER)
             return 0;
         /* fall through */
@@ -129,6 +130,10 @@ static int passes(const char *name, const char *target, int can_fail)
     case IO_ERROR:
         map->struck = can_fail;
         return can_fail ? EIO : 0;
+    case STOP_SUPERVISOR:
+        map->struck = 1;
+        signal_role(SUPERVISOR, SIGTERM);
+        return 0;
     default:
         return 0;
     }
@@ -152,7 +157,7 @@ static char kind_of(int fd, char *target, size_t room)
 static int passes_fd(const char *name, int fd, int can_fail)
 {
     char target[400];
-    if (map == NULL || !map->armed || map->role != role)
+    if (map == NULL || map->armed != 1 || map->role != role)
         return 0;
     char kind = kind_of(fd, target, sizeof target);
     if (kind == 0)
@@ -344,8 +349,17 @@ int pipe2(int fds[2], int flags)
     return REAL(pipe2)(fds, flags);
 }
 
+static int is_lock_of_run(int fd)
+{
+    char target[400];
+    size_t size = kind_of(fd, target, sizeof target) == 'f' ? strlen(target) : 0;
+    return size > 5 && strcmp(target + size - 5, "/lock") == 0;
+}
+
 int flock(int fd, int operation)
 {
+    if (map != NULL && map->armed == 2 && role == SUPERVISOR && is_lock_of_run(fd))
+        map->armed = 1;
     passes_fd("flock", fd, 0);
     return REAL(flock)(fd, operation);
 }

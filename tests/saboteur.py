@@ -15,8 +15,13 @@ the step stands in for training. Steps and cadence come from run.toml. Run by th
   Others leave processes behind, each of which writes its pid to a line of SABOTEUR_LEFT: stray (of
   another session, with the lock), worker (of ours), daemon (of no session of ours, without the
   lock), bare (such a one that has lost its environment too), twins (a worker and a daemon, and
-  between them a parent that has ended), orphansN (N of them that end at once).
+  between them a parent that has ended), orphansN (N of them that end at once). Those of HANGS make
+  no progress any more; `stalled@STEP` is stuck in the save of that step. workers: it has two
+  processes of its own session without which it cannot train; chatty: prints a thousand lines;
+  hijack: lets a library have SIGUSR1; unsignalled: no signal reaches it; linger: waits while the
+  file SABOTEUR_HOLD.end is there.
 - SABOTEUR_GATE: a file with a number; training is held at that step until the file says more.
+- SABOTEUR_HOLD: a file; while it is there, a save waits before its checkpoint is written.
 - SABOTEUR_CGROUP: a cgroup.procs; it moves itself there before it loads.
 - SABOTEUR_MUTE: anything; it has no link then and knows only signals.
 - SABOTEUR_PAUSE: how many seconds it waits for the word to exit.
@@ -87,6 +92,7 @@ class Saboteur:
         self.planned = planned_faults(link.life.attempt)
         self.step = self.saved = link.life.resume_step or 0
         self.told: str | None = None
+        self.workers: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
         self.misbehave("load")
@@ -138,6 +144,8 @@ class Saboteur:
         return gate is not None and self.step >= int(Path(gate).read_text())
 
     def update(self) -> None:
+        if any(worker.poll() is not None for worker in self.workers):
+            raise RuntimeError("a data worker is gone")
         self.step += 1
         self.misbehave(str(self.step))
         names = self.planned.get(str(self.step), ())
@@ -174,6 +182,7 @@ class Saboteur:
             block()
         directory = self.link.directory / contract.CHECKPOINTS
         torn = [n[5:] for n in self.planned.get(str(step), ()) if n.startswith("torn:")]
+        hold(f"saves step {step}")
         if not (directory / f"{contract.checkpoint_stem(step)}.bin").exists():
             checkpoint_kit.publish(
                 directory,
@@ -224,6 +233,15 @@ class Saboteur:
                 leave(name, self.life.lock_fd)
             elif name.startswith("orphans"):
                 leave_orphans(int(name[7:]))
+            elif name == "workers":
+                self.workers = [subprocess.Popen([sys.executable, "-c", WORKER]) for _ in range(2)]
+            elif name == "hijack":
+                signal.signal(signal.SIGUSR1, lambda *_: None)
+            elif name == "chatty":
+                for line in range(1000):
+                    print(f"step {self.step}, line {line}")
+            elif name == "linger":
+                hold("lingers", ".end")
             elif name.startswith("exit"):
                 code = int(name[4:])
                 message = f"the saboteur leaves with {code}"
@@ -238,12 +256,6 @@ def spin() -> NoReturn:
     """Busy, and none the further for it."""
     while True:
         pass
-
-
-def native() -> NoReturn:
-    """In native code that keeps the interpreter lock: no Python handler can run."""
-    while True:
-        ctypes.PyDLL(None).sleep(1000)
 
 
 def seem_alive() -> NoReturn:
@@ -274,7 +286,6 @@ def stop() -> NoReturn:
 
 HANGS: Final = {
     "spin": spin,
-    "native": native,
     "seeming": seem_alive,
     "block": block,
     "frozen": stop,
@@ -313,6 +324,21 @@ def grow() -> NoReturn:
     while True:
         taken.append(bytearray(os.urandom(2**20)))
 
+
+def hold(what: str, ending: str = "") -> None:
+    """Says what is held, once it is, and waits while the file is there."""
+    place = os.environ.get("SABOTEUR_HOLD", "") + ending
+    if not os.path.exists(place):
+        return
+    print(f"held: {what}", flush=True)
+    while os.path.exists(place):
+        time.sleep(HELD_SECONDS)
+
+
+# Like a data loader's: it dies of SIGTERM, and of the end of whoever it works for.
+WORKER = (
+    "import os, select; w = os.pidfd_open(os.getppid()); p = select.poll(); p.register(w); p.poll()"
+)
 
 # No SIGTERM for it, and no end of its own.
 STRAY = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"

@@ -66,7 +66,9 @@ def pids(run: Run) -> list[int]:
 
 
 @pytest.mark.fault("SV-46", phase="running", does="stacks first, then SIGTERM, then SIGKILL")
-@pytest.mark.parametrize(("kind", "function"), [("spin", "spin"), ("native", "native")])
+@pytest.mark.parametrize(
+    ("kind", "function"), [("spin", "spin"), ("native", "hang_in_native_code")]
+)
 def test_the_evidence_names_the_line_that_hangs(run: Run, kind: str, function: str) -> None:
     """A detector that only ended things lost the reason, and its own graceful path hung too
     (TensorRT-LLM PR #15612)."""

@@ -935,6 +935,7 @@ DATA_LINE: Final = ExitLine("data", 5, 65, [], "digest")
         (78, None, None, False, False, "configuration"),
         (80, None, None, False, False, "non-finite"),
         (2, None, None, False, True, "crash"),
+        (None, None, None, False, True, "killed"),
         (143, None, None, True, False, "crash"),
     ],
 )
@@ -1714,6 +1715,15 @@ def test_what_holds_the_lock_after_the_death_is_stuck() -> None:
     assert [type(effect) for effect in case.acts] == [ev.Reply, ev.Exit]
     assert case.acts[0].outcome == "refused"  # type: ignore[union-attr]
     assert case.acts[-1].code == 1  # type: ignore[union-attr]
+
+
+def test_a_stop_that_ends_stuck_is_not_done() -> None:
+    case = Case().to_running()
+    case.ask("stop", "s1")
+    case.die(signal=9, holders=(51,))
+    (reply,) = [reply for reply in case.state.durable.replies if reply.id == "s1"]
+    assert (reply.outcome, reply.result["phase"]) == ("refused", "stuck")
+    assert reply.why == "stuck: processes 51 of the dead attempt do not end"
 
 
 # --- what holds of every decision ---
