@@ -108,6 +108,8 @@ class Attendant:
         finally:
             os.close(lock_fd)
         started = self._child
+        if not self._directory.log(effect.attempt).exists():
+            self._log.write(f"attempt {effect.attempt} runs without a log: none could be made")
         return ev.Spawned(time.monotonic(), started.pid, started.start_ticks, child.boot_id())
 
     def adopt(self, pid: int, nonce: str) -> bool:

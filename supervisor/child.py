@@ -196,7 +196,7 @@ def spawn(
     The caller keeps `lock_fd` open until this returns and then closes it: from there on only the
     child holds the lock.
     """
-    log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    log_fd = _open_log(log_path)
     try:
         process = subprocess.Popen(
             ["/bin/sh", "-c", _SHIM, "trainer", *command],
@@ -212,6 +212,14 @@ def spawn(
         os.close(log_fd)
     pidfd = os.pidfd_open(process.pid)
     return Child(process.pid, pidfd, start_ticks(process.pid) or 0, process)
+
+
+def _open_log(path: Path) -> int:
+    """Where no log can be made, which on a full disk is so, the trainer runs without one."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def adopt(

@@ -688,6 +688,14 @@ UP: Final[dict[str, _Schema]] = {
         "requests": (list, _REQUIRED),
         "seconds": ((int, float), _REQUIRED),
     },
+    # A checkpoint or a receipt that the disk refuses. `requests` end with it: they have failed.
+    "unsaved": _LIFE
+    | {
+        "step": (int, _REQUIRED),
+        "why": (str, _REQUIRED),
+        "errno": (int, _REQUIRED),
+        "requests": (list, _REQUIRED),
+    },
     "paused": _LIFE | {"step": (int, _REQUIRED), "id": (str, _REQUIRED)},
     "farewell": _LIFE | {"why": (str, _REQUIRED), "step": (int, _REQUIRED)},
 }

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from supervisor import events as ev, moves, pivoting, requests
+from supervisor import events as ev, moves, pivoting, requests, shortage
 from supervisor.contract import Json
-from supervisor.state import CAUSE_OF_CODE, PHASES, Impossible, Rules, State, Turn
+from supervisor.state import CAUSE_OF_CODE, PHASES, PLANNED, Impossible, Rules, State, Turn
 
 Handler = Callable[[Turn, ev.Event], None]
 
@@ -190,6 +190,8 @@ def _heard(turn: Turn, event: ev.Event) -> None:
             _seen(turn, content["id"])
         case "saved":
             _saved(turn, content)
+        case "unsaved":
+            shortage.unsaved(turn, content)
         case "paused":
             pivoting.paused(turn, content)
         case "farewell":
@@ -282,12 +284,6 @@ def _verified(turn: Turn, event: ev.Event) -> None:
         turn.do(ev.Retain(newest_verified=max(turn.state.durable.verified)))
 
 
-def _removed(turn: Turn, event: ev.Event) -> None:
-    assert isinstance(event, ev.Removed)
-    if event.steps:
-        turn.append(ev.CheckpointsRemoved(list(event.steps)))
-
-
 def _broken(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Broken)
     turn.append(ev.Alarmed("contract_broken", event.why))
@@ -348,7 +344,7 @@ def judge(event: ev.Reaped, asked_to_stop: bool, killed_by_us: bool) -> str:
 def _reaped(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Reaped)
     state = turn.state
-    cause = judge(event, state.intent in ("stop", "restart", "pivot"), state.escalation == "killed")
+    cause = judge(event, state.intent in PLANNED, state.escalation == "killed")
     line = event.exit_line
     message = state.why or event.message or (line.message if line is not None else "")
     turn.set(history_step=event.step, step=event.step, trainer_pid=None, trainer_phase="", why="")
@@ -384,8 +380,9 @@ def _ended_already(turn: Turn, event: ev.Event) -> None:
 
 _ANYWHERE: Final[dict[type, Handler]] = {
     ev.Verified: _verified,
-    ev.Removed: _removed,
+    ev.Removed: shortage.removed,
     ev.Noticed: _noticed,
+    ev.Full: shortage.full,
 }
 _ROWS: Final[dict[str, dict[type, Handler]]] = {
     "idle": {ev.Opened: _opened},

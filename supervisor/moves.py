@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Final
 
 from supervisor import events as ev
 from supervisor.contract import ExitCode, Json
-from supervisor.state import AT_ONCE, PERMANENT, UNPLANNED, Epoch, Pending, Turn
+from supervisor.state import AT_ONCE, PERMANENT, PLANNED, UNPLANNED, Epoch, Pending, Turn
+
+UNSAVED: Final = "unsaved"  # the alarm from the first save that fails to the next that does not
 
 
 def start(turn: Turn) -> None:
@@ -173,6 +176,8 @@ def commit(
 ) -> None:
     if step not in turn.state.durable.on_disk:
         turn.append(ev.CheckpointCommitted(step, attempt, reason, list(requests), digest))
+        if UNSAVED in dict(turn.state.durable.alarms):
+            turn.append(ev.AlarmCleared(UNSAVED))
 
 
 def verify(turn: Turn, step: int) -> None:
@@ -192,7 +197,7 @@ def ended(
     go_on: bool = True,
 ) -> None:
     durable = turn.state.durable
-    planned = turn.state.intent in ("stop", "restart", "pivot")
+    planned = turn.state.intent in PLANNED
     # Who says "finished" without a checkpoint at the target would be started again for ever.
     finished = cause == "finished" and (durable.best_checkpoint or 0) >= durable.target_step
     charged = cause == "finished" or (cause in UNPLANNED and cause != "again")
@@ -214,6 +219,8 @@ def after(turn: Turn, cause: str, message: str) -> None:
     left = turn.state.alone or turn.state.intent == "pivot"
     if stop_wanted(turn):
         end(turn, "stopped", stop_reason(turn, cause))
+    elif turn.state.intent == "full" and cause != "finished":
+        fail(turn, turn.state.full)
     elif pivot is not None and (left or pivot.to_step is not None):
         turn.set(pivoting=True)
         start(turn)

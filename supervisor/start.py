@@ -247,6 +247,7 @@ def _options(
             grace_seconds=settings.stop.grace_seconds,
             signal_after_seconds=settings.stop.signal_after_seconds,
             start_seconds=settings.hang.start_seconds,
+            stop_when_full=settings.checkpoint.when_full == "stop",
         ),
         run_id=settings.run.id,
         command=command,
@@ -254,7 +255,9 @@ def _options(
         home=Path.cwd(),
         keep_last=settings.checkpoint.keep_last,
         keep_every=settings.checkpoint.keep_every,
+        keep_superseded=settings.checkpoint.keep_superseded,
         samples_keep=settings.samples.keep,
+        disk_headroom_bytes=settings.alarms.disk_headroom_bytes,
     )
 
 

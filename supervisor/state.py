@@ -46,6 +46,7 @@ CAUSE_OF_CODE: Final = {
     int(ExitCode.NON_FINITE): "non-finite",
     int(ExitCode.AGAIN): "again",
 }
+PLANNED: Final = ("stop", "restart", "pivot", "full")  # intents under which an end is our doing
 AT_ONCE: Final = ("finished", "again")  # ends after which the next attempt need not wait
 REPLIES_KEPT: Final = 256
 
@@ -61,6 +62,7 @@ class Rules:
     signal_after_seconds: float = 2.0
     start_seconds: float = 1200.0
     hasten_seconds: float = 5.0
+    stop_when_full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +245,11 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
         case ev.RunFailed():
             return replace(durable, outcome="failed", reason=record.reason)
         case (
-            ev.SupervisorStarted() | ev.SupervisorEnded() | ev.AttemptAdopted() | ev.FileRepaired()
+            ev.SupervisorStarted()
+            | ev.SupervisorEnded()
+            | ev.AttemptAdopted()
+            | ev.FileRepaired()
+            | ev.LeftoversRemoved()
         ):
             return durable
 
@@ -287,11 +293,12 @@ class State:
     trainer_phase: str = ""
     trainer_pid: int | None = None
     linked: bool = False
-    intent: str = ""  # why we are stopping: stop, restart, pivot, kill
+    intent: str = ""  # why we are stopping: stop, restart, pivot, full, kill
     escalation: str = ""  # asked, signalled, killed
     force_at: float = 0.0
     forced: bool = False
     why: str = ""
+    full: str = ""  # why the disk ends this run, where it does
     from_scratch: bool = False
     checkpoints: tuple[Pending, ...] = ()
     stop_ids: tuple[str, ...] = ()

@@ -251,6 +251,7 @@ SAMPLE_EVENTS: Final[dict[type, tuple[Any, ...]]] = {
     ev.Archived: (4, "pivot-0001-step_000004"),
     ev.Verified: (4, "", "sha", "bd", 1, "cadence"),
     ev.Removed: ((),),
+    ev.Full: ("no room",),
     ev.Broken: ("gap",),
 }
 
@@ -347,6 +348,7 @@ CHANGES: Final[list[tuple[ev.Record, dict[str, Any]]]] = [
     ),
     (ev.CheckpointsSuperseded(0, [50, 60]), {"on_disk": frozenset(), "verified": frozenset()}),
     (ev.CheckpointsRemoved([50]), {"on_disk": frozenset(), "verified": frozenset()}),
+    (ev.LeftoversRemoved(["superseded/step_000050.bin"], 80), {}),
     (ev.Evaluated(100, 2.5, {}), {"evaluated_step": 100}),
     (
         ev.ReplayDiverged(60, 1, ["loss"], {"loss": 1.0}, {"loss": 2.0}, "code"),
