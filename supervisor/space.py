@@ -145,7 +145,9 @@ class Watch:
             if freed_bytes == 0:
                 self._full(why)
 
-        self._busy = self._reclaim(wanted_bytes, made)
+        self._busy = True
+        if not self._reclaim(wanted_bytes, made):
+            self._busy = False
 
     def _say(self, found: Measured, needed: int) -> None:
         about = self._judge(found, needed)

@@ -16,6 +16,8 @@ from typing import Final
 
 from runs_kit import Run
 
+from supervisor.contract import Json
+
 SOURCE: Final = Path(__file__).with_name("full_disk.c")
 
 # What a full disk refuses: all that needs blocks which nobody has reserved.
@@ -41,8 +43,11 @@ def build(directory: Path) -> Path:
 class DiskRun(Run):
     """A run of the saboteur whose disk obeys `rules`; small, quick to try again."""
 
-    def __init__(self, home: Path, layer: Path | None, **settings: dict[str, object]) -> None:
-        super().__init__(home, **{"alarms": {"disk_headroom_bytes": 0}, **settings})
+    def __init__(self, home: Path, layer: Path | None, **settings: Json) -> None:
+        super().__init__(home)
+        for section, table in settings.items():
+            self.set(section, **table)
+        self.set("alarms", disk_headroom_bytes=0)
         self.rules_file = home / "rules"
         self.rules_file.touch()
         if layer is not None:

@@ -64,7 +64,8 @@ def fill_and_free(run: DiskRun, full: AbstractContextManager[None]) -> None:
     with full:
         run.gate(45)
         wait_until(lambda: run.history_step() == 45, "steps go on and are on record")
-        seen = wait_until(lambda: {"disk", "unsaved"} <= run.alarms().keys() and run.alarms(), "")
+        wait_until(lambda: {"disk", "unsaved"} <= run.alarms().keys(), "both alarms")
+        seen = run.alarms()
         assert "bytes are free and the next checkpoint needs" in seen["disk"]
         assert "step 20 could not be saved" in seen["unsaved"]
         assert "No space left on device" in seen["unsaved"]

@@ -1357,6 +1357,84 @@ def test_at_the_very_end_everybody_is_told_so(phase: str) -> None:
 # --- what the trainer saved, as the helper finds it ---
 
 
+# --- a disk that is full or broken ---
+
+
+def unsaved(case: Case, step: int, *requests: str, why: str = "[Errno 28] full") -> Any:
+    return case.hear("unsaved", step=step, why=why, errno=28, requests=list(requests))
+
+
+def test_a_refused_save_is_an_alarm_and_an_answer_and_no_death() -> None:
+    case = Case().to_running()
+    case.ask("checkpoint", "r1")
+    case.ask("checkpoint", "r2", at="boundary")
+    unsaved(case, 100, "r1", "signal-usr1-1")
+    why = "step 100 could not be saved: [Errno 28] full"
+    assert case.records == [
+        ev.Alarmed("unsaved", why),
+        ev.Replied("r1", "checkpoint", "refused", why, {}),
+    ]
+    assert [request.id for request in case.state.checkpoints] == ["r2"]
+    assert case.state.phase == "running"
+    unsaved(case, 200)
+    assert case.records == [], "said once"
+    case.saved(300, "r2")
+    assert ev.AlarmCleared("unsaved") in case.records
+    assert case.state.durable.alarms == ()
+    case.saved(400)
+    assert ev.AlarmCleared("unsaved") not in case.records
+
+
+def test_a_full_disk_ends_nothing_unless_the_operator_wants_that() -> None:
+    case = Case().to_running()
+    assert case.feed(ev.Full, "no room") == []
+
+
+def full_and_stopping() -> Case:
+    case = Case(rules=replace(RULES, stop_when_full=True)).to_running()
+    case.feed(ev.Full, "no room")
+    assert case.acts == [ev.Send("stop", {"id": "stop-1", "at": "now"})]
+    assert case.place == ("stopping", "")
+    assert case.feed(ev.Full, "no room") == [], "it stops already"
+    return case
+
+
+@pytest.mark.parametrize("code", [0, int(ExitCode.CHECKPOINT)])
+def test_a_full_disk_stops_the_run_cleanly_with_the_wish_as_it_was(code: int) -> None:
+    case = full_and_stopping()
+    case.die(code)
+    reason = "stopped, as checkpoint.when_full says: no room"
+    assert ev.RunFailed(reason) in case.records
+    assert case.acts == [ev.Exit(int(ExitCode.FAILED), reason)]
+    durable = case.state.durable
+    assert (durable.wish, durable.deaths, durable.outcome) == ("run", 0, "failed")
+    again = case.reopened()
+    again.open()
+    assert again.state.phase == "starting", "the operator's start works as ever"
+
+
+def test_a_stop_overtakes_a_full_disk_and_so_does_the_end_of_training() -> None:
+    case = full_and_stopping()
+    case.ask("stop", "s1")
+    case.die(0)
+    assert case.place == ("stopped", "")
+    case = full_and_stopping()
+    case.saved(TARGET_STEP)
+    case.die(0, line=ExitLine("finished", TARGET_STEP, 0, [], ""), step=TARGET_STEP)
+    assert case.state.phase == "starting", "the checkpoint at the target tells that it is finished"
+
+
+def test_what_was_removed_is_on_record() -> None:
+    case = Case().to_running()
+    case.saved(100)
+    case.feed(ev.Removed, (100,), ("superseded/step_000200.bin",), 80)
+    assert case.records == [
+        ev.CheckpointsRemoved([100]),
+        ev.LeftoversRemoved(["superseded/step_000200.bin"], 80),
+    ]
+    assert case.feed(ev.Removed, ()) == []
+
+
 def test_a_saved_checkpoint_is_verified_once_and_then_retention_may_go_on() -> None:
     case = Case().to_running()
     assert ev.Verify(7) in case.saved(7)

@@ -174,6 +174,26 @@ def test_a_commit_that_failed_is_run_again_and_nothing_is_there_twice(
     assert files.sidecar.read_bytes() == b"[]\n"
 
 
+def test_a_sidecar_that_a_full_disk_refuses_holds_up_no_record(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = files.sidecar.with_name("run.toml")
+    content = {files.sidecar: b"[]\n", other: b"[run]\n"}
+    timed: list[tuple[ev.Record, float]] = [(ev.Wished("stop", "r"), 1.0)]
+    commit = Commit(1, files.ledger, files.journal, timed, content, None, [files.sidecar])
+    faults = Faults(monkeypatch)
+    faults.fail_always(errno.ENOSPC, only="rename")
+    with pytest.raises(OSError, match="ENOSPC in rename"):
+        commit()  # run.toml is read by the next trainer: it is no hint
+    assert commit.late == {files.sidecar: b"[]\n"}
+    assert "run.samples.json is out of date" in commit.problem
+    assert files.kinds() == ["wished"]
+    faults.heal()
+    commit()
+    assert other.read_bytes() == b"[run]\n"
+    assert not files.sidecar.exists(), "the pipeline writes it with a later commit"
+
+
 def test_a_type_of_job(worker: Worker, files: Files) -> None:
     job: Callable[[], None] = files.commit(ev.Wished("stop", "r"))
     worker.submit(job)
