@@ -280,6 +280,8 @@ class Daemon:
             self._next_status = now + STATUS_INTERVAL_SECONDS
             self._notice(now)
             self.space.look(now)
+            reserve = self.ledger.reserve_problem or self.journal.reserve_problem
+            self._alarm("reserve", str(reserve or ""))
             self._write_status()
 
     def _heard(self, message: ev.Heard) -> None:

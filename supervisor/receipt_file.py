@@ -19,9 +19,10 @@ import time
 from pathlib import Path
 from typing import Final
 
-from supervisor.durable import RESERVE_BYTES, preallocate
+from supervisor.durable import RESERVE_BYTES, preallocate, read_range, write_all
 
 RESERVE_AGAIN_SECONDS: Final = 5.0
+_BLOCK_BYTES: Final = 1024 * 1024
 
 
 class ReceiptFile:
@@ -31,6 +32,8 @@ class ReceiptFile:
         self.path = path
         self._descriptor = -1
         self._size_bytes = 0
+        self._synced_bytes = 0
+        self._doubtful = False
         self._unwritten = b""
         self._reserved_end = 0
         self._reserve_at = 0.0
@@ -51,21 +54,37 @@ class ReceiptFile:
             self._unwritten = self._unwritten[written:]
 
     def sync(self) -> None:
-        """Makes every line durable."""
+        """Makes every line durable. After a sync that failed the kernel may take for written what
+        is lost, so the same bytes are written once more before the next."""
         self.flush()
+        if self._doubtful:
+            self._write_again()
+        self._doubtful = True  # until the sync has said otherwise
         os.fsync(self._descriptor)
+        self._doubtful = False
+        self._synced_bytes = self._size_bytes
 
     def open(self) -> None:
         """Opens the file if that was not possible before."""
         if self._descriptor < 0:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             self._descriptor = os.open(self.path, flags, 0o666)
-            self._size_bytes = os.fstat(self._descriptor).st_size
+            self._size_bytes = self._synced_bytes = os.fstat(self._descriptor).st_size
 
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _write_again(self) -> None:
+        # Not through our own descriptor, which can only append.
+        descriptor = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            for start in range(self._synced_bytes, self._size_bytes, _BLOCK_BYTES):
+                stop = min(start + _BLOCK_BYTES, self._size_bytes)
+                write_all(descriptor, read_range(descriptor, start, stop), start)
+        finally:
+            os.close(descriptor)
 
     def _reserve(self) -> None:
         """Asks for as much again before the reserve is used up; a full disk is asked now and then,

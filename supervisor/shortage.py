@@ -16,6 +16,9 @@ from supervisor.state import Turn
 
 def unsaved(turn: Turn, content: Json) -> None:
     """The disk refuses a checkpoint or a receipt; the trainer goes on or waits, and tries again."""
+    if turn.state.phase == "starting":
+        # It cannot record that it has begun. Its time to do so begins again with each try.
+        turn.set(deadline=turn.now + turn.rules.start_seconds)
     why = f"step {content['step']} could not be saved: {content['why']}"
     if moves.UNSAVED not in dict(turn.state.durable.alarms):
         turn.append(ev.Alarmed(moves.UNSAVED, why))

@@ -30,6 +30,19 @@ FULL: Final = (
 )
 
 
+# What takes seconds elsewhere takes moments here. Each process loads only what it needs anyhow.
+IMPATIENT: Final = """
+import sys
+if "start" in sys.orig_argv:
+    from supervisor import commit, daemon, space
+    commit.RETRY_SECONDS = daemon.RETRY_SECONDS = 0.1
+    daemon.STATUS_INTERVAL_SECONDS = space.LOOK_INTERVAL_SECONDS = 0.05
+elif any(word.endswith("saboteur.py") for word in sys.orig_argv):
+    from supervisor import link, receipt_file
+    link.RETRY_SECONDS = receipt_file.RESERVE_AGAIN_SECONDS = 0.05
+"""
+
+
 def build(directory: Path) -> Path:
     """The layer, compiled."""
     compiler = shutil.which("cc") or shutil.which("gcc")
@@ -52,23 +65,8 @@ class DiskRun(Run):
         self.rules_file.touch()
         if layer is not None:
             self.environment = {"LD_PRELOAD": str(layer), "DISK_RULES": str(self.rules_file)}
-        self.patch_all(
-            link={"RETRY_SECONDS": 0.05, "LAST_TRIES": 4},
-            space={"LOOK_INTERVAL_SECONDS": 0.05},
-            receipt_file={"RESERVE_AGAIN_SECONDS": 0.05},
-            commit={"RETRY_SECONDS": 0.1},
-            daemon={"STATUS_INTERVAL_SECONDS": 0.05},
-        )
-
-    def patch_all(self, **modules: dict[str, object]) -> None:
-        """Other values for names in `supervisor.<module>`, in every process of this run."""
-        lines = [
-            f"from supervisor import {module}\n{module}.{name} = {value!r}\n"
-            for module, names in modules.items()
-            for name, value in names.items()
-        ]
         self.patch("contract", "CONTRACT_VERSION", 1)  # sets the path that this file is found on
-        (self.home / "sitecustomize.py").write_text("".join(lines))
+        (self.home / "sitecustomize.py").write_text(IMPATIENT)
 
     def rule(self, text: str) -> None:
         """The disk is like this from the next call on."""

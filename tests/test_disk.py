@@ -263,7 +263,9 @@ def test_a_trainer_that_dies_on_a_full_disk_is_replaced_there(make: Callable[...
 
 def test_the_last_checkpoint_waits_for_room(make: Callable[..., DiskRun]) -> None:
     run = make(**settings())
+    run.rule("28 / fallocate")
     supervisor = run.hold(55)
+    wait_until(lambda: "cannot reserve" in run.alarms().get("reserve", ""), "no room ahead")
     run.rule(FULL)
     run.open_gate()
     wait_until(lambda: "step 60" in run.alarms().get("unsaved", ""), "the end is not saved")
@@ -271,6 +273,7 @@ def test_the_last_checkpoint_waits_for_room(make: Callable[..., DiskRun]) -> Non
     run.heal()
     assert run.end(supervisor) == 0
     assert run.checkpoints()[-1] == STEPS
+    assert run.file_status()["alarms"] == []
     is_whole(run)
 
 

@@ -287,6 +287,40 @@ def test_the_reserve_is_renewed_before_it_is_used_up(
     assert len(asked) > 2
 
 
+def test_what_a_failed_sync_may_have_lost_is_written_again(
+    alone: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells of a lost write once; the next sync that succeeds proves nothing."""
+    alone.record(Entry(41, 2.5))
+    alone.sync()
+    first = alone.receipts_path.read_bytes()
+    alone.record(Entry(42, 2.5))
+    written: list[tuple[bytes, int]] = []
+    real = os.fsync
+
+    def lose(descriptor: int) -> None:
+        raise OSError(errno.EIO, "lost")
+
+    monkeypatch.setattr(os, "fsync", lose)
+    with pytest.raises(OSError, match="lost"):
+        alone.sync()
+    monkeypatch.setattr(os, "fsync", real)
+    pwrite = os.pwrite
+
+    def note(descriptor: int, data: bytes, offset: int) -> int:
+        written.append((bytes(data), offset))
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", note)
+    alone.record(Entry(43, 2.5))
+    alone.sync()
+    whole = alone.receipts_path.read_bytes()
+    assert written == [(whole[len(first) :], len(first))]
+    assert [line["step"] for line in lines(alone)] == [41, 42, 43]
+    alone.sync()
+    assert len(written) == 1
+
+
 def test_a_save_that_fails_is_said_and_training_goes_on(
     linked: Link, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

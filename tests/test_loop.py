@@ -666,6 +666,32 @@ def test_a_pause_is_saved_and_left_when_told_to_exit(supervised: Callable[..., A
     assert [(m["step"], m["id"]) for m in peer.verbs("paused")] == [(8, "pivot-1")]
 
 
+def test_a_pause_whose_checkpoint_the_disk_refuses_waits_for_the_next_boundary(
+    supervised: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk: list[FullDisk] = []
+
+    def script(peer: Peer, link: kit.CuedLink) -> kit.Script:
+        original = link.paused
+
+        def paused(step: int, request: str) -> None:
+            original(step, request)
+            peer.ask(link, "exit")
+
+        def ask() -> None:
+            peer.ask(link, "pause", id="pivot-1")
+            disk.append(FullDisk(monkeypatch, 10**6, lambda: None))
+
+        link.paused = paused  # type: ignore[method-assign]
+        return {5: ask, 9: lambda: disk[0].free()}
+
+    why, trainer, peer = supervised(script, training={"steps": 16})
+    assert (why, trainer.step) == (loop.STOPPED, 12)
+    (told,) = peer.verbs("unsaved")
+    assert (told["step"], told["errno"], told["requests"]) == (8, 28, [])
+    assert [m["step"] for m in peer.verbs("paused")] == [12]
+
+
 def manifest_at(trainer: loop.Loop, step: int) -> Manifest:
     return checkpoint.read_manifest(trainer.life.run_directory / contract.CHECKPOINTS, step)
 

@@ -1385,6 +1385,14 @@ def test_a_refused_save_is_an_alarm_and_an_answer_and_no_death() -> None:
     assert ev.AlarmCleared("unsaved") not in case.records
 
 
+def test_a_trainer_that_waits_to_record_its_beginning_is_not_killed_for_it() -> None:
+    case = Case().to_loading()
+    case.tick(RULES.start_seconds - 1.0)
+    unsaved(case, 0)
+    assert case.tick(RULES.start_seconds - 1.0) == []
+    assert ev.Kill() in case.tick(1.0)
+
+
 def test_a_full_disk_ends_nothing_unless_the_operator_wants_that() -> None:
     case = Case().to_running()
     assert case.feed(ev.Full, "no room") == []
