@@ -105,8 +105,8 @@ class Commit:
 class Pipeline:
     """Records on their way to the journal, and the effects that wait for them.
 
-    `trouble` says what does not become durable, or nothing; `retry_at` when that is tried again.
-    `late` are the files among `hints` that the disk has refused so far.
+    `trouble` says what does not become durable, or nothing. `late` are the files among `hints` that
+    the disk has refused so far.
     """
 
     def __init__(
@@ -120,7 +120,8 @@ class Pipeline:
         self.trouble = ""
         self.late: dict[Path, bytes] = {}
         self._hints = hints
-        self.retry_at: float | None = None
+        self._again_at: float | None = None  # when the commit that failed is run again
+        self._late_at = 0.0  # when what is late is tried again
         self._ledger = ledger
         self._journal = journal
         self._worker = worker
@@ -130,6 +131,13 @@ class Pipeline:
         self._batch = 1  # the commit that is being filled; everything below is durable
         self._commit: Commit | None = None
         self._ticket = 0
+
+    @property
+    def retry_at(self) -> float | None:
+        """When `start` has something to try again."""
+        if self._commit is not None:
+            return self._again_at
+        return self._late_at if self.late else None
 
     @property
     def idle(self) -> bool:
@@ -143,6 +151,11 @@ class Pipeline:
     @property
     def empty(self) -> bool:
         return self.idle and not self._records
+
+    def try_late(self, now: float) -> None:
+        """At once: there may be no later."""
+        self._late_at = now
+        self.start(now)
 
     def take_late(self) -> dict[Path, bytes]:
         late, self.late = self.late, {}
@@ -175,14 +188,13 @@ class Pipeline:
     def start(self, now: float) -> None:
         """Begins the next commit if there is anything for one, or tries a failed one again."""
         if self._commit is not None:
-            if self.retry_at is not None and now >= self.retry_at:
-                self.retry_at = None
+            if self._again_at is not None and now >= self._again_at:
+                self._again_at = None
                 self._ticket = self._worker.submit(self._commit)
             return
         recorded = self._recorder.take_unsynced()
         files = self._recorder.take_files()
-        if self.retry_at is not None and now >= self.retry_at:
-            self.retry_at = None
+        if now >= self._late_at:
             files = {**self.late, **files}
         if not (self._records or files or recorded):
             return
@@ -203,12 +215,12 @@ class Pipeline:
             # Nothing is lost: receipts hold the steps and the commit its records. It is tried
             # again until the disk takes it; meanwhile no effect that depends on it happens.
             self.trouble = f"history is not durable: {error}"
-            self.retry_at = now + RETRY_SECONDS
+            self._again_at = now + RETRY_SECONDS
             return None
         self._commit = None
         # What this commit wrote is late no more; what it did not touch still is.
         self.late = {**{p: c for p, c in self.late.items() if p not in commit.tried}, **commit.late}
         self.trouble = commit.problem or (self.trouble if self.late else "")
-        if self.late:
-            self.retry_at = now + RETRY_SECONDS
+        if commit.late:
+            self._late_at = now + RETRY_SECONDS
         return commit.recorded

@@ -124,6 +124,7 @@ class Daemon:
     def _settle(self) -> None:
         """After the last decision: what is under way still gets its moment."""
         limit = time.monotonic() + SETTLE_SECONDS
+        self.pipeline.try_late(time.monotonic())
         while time.monotonic() < limit and (
             self.housekeeper.busy or self._inbox or not self.pipeline.empty
         ):

@@ -191,8 +191,12 @@ def test_history_waits_for_the_disk_and_loses_nothing(make: Callable[..., DiskRu
     assert run.end(supervisor) == 0
     assert run.file_status()["alarms"] == []
     is_whole(run)
-    samples = orjson.loads((run.directory / contract.samples_name(run.name)).read_bytes())
-    assert samples[-1]["step"] == STEPS
+    assert samples_end(run) == STEPS
+
+
+def samples_end(run: DiskRun) -> int:
+    rows = orjson.loads((run.directory / contract.samples_name(run.name)).read_bytes())
+    return int(rows[-1]["step"])
 
 
 def refuse(run: DiskRun, target: str, rule: str, step: int) -> None:
@@ -264,8 +268,12 @@ def test_a_trainer_that_dies_on_a_full_disk_is_replaced_there(make: Callable[...
 def test_the_last_checkpoint_waits_for_room(make: Callable[..., DiskRun]) -> None:
     run = make(**settings())
     run.rule("28 / fallocate")
-    supervisor = run.hold(55)
+    supervisor = run.hold(15)
     wait_until(lambda: "cannot reserve" in run.alarms().get("reserve", ""), "no room ahead")
+    run.heal()
+    run.gate(55)
+    wait_until(lambda: "reserve" not in run.alarms(), "there is room ahead")
+    wait_for_history(run, 55)
     run.rule(FULL)
     run.open_gate()
     wait_until(lambda: "step 60" in run.alarms().get("unsaved", ""), "the end is not saved")
@@ -274,6 +282,7 @@ def test_the_last_checkpoint_waits_for_room(make: Callable[..., DiskRun]) -> Non
     assert run.end(supervisor) == 0
     assert run.checkpoints()[-1] == STEPS
     assert run.file_status()["alarms"] == []
+    assert samples_end(run) == STEPS, "what was late has had its last chance"
     is_whole(run)
 
 
