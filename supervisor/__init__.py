@@ -24,6 +24,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     1  vigil.py                what silence leads to: evidence, then an end
     1  pivoting.py             a change of policy as one transaction, decided
     1  requests.py             what an operator's request leads to
+    1  shortage.py             what a disk that is full or broken leads to
     1  machine.py              the lifecycle: decide(state, event), apply(record); no clock, no file
 
     2  schema.py               the settings: tables, keys, rules between values
@@ -40,7 +41,11 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     3  recorder.py             receipts into the ledger and the sidecars
     3  readback.py             one checkpoint, proven from the device
     3  checkpoints.py          find, select, set aside, retain
+    3  reclaim.py              what goes when there is no room, and in which order
     3  comparison.py           where two checkpoints of one step differ
+    3  life.py                 which life of which run a trainer process is
+    3  output.py               prints that a full disk may lose
+    3  receipt_file.py         the trainer's receipt file, whole lines in order
     3  tail.py                 the end of a log that somebody else writes
 
     4  worker.py               the one thread that waits for the disk
@@ -66,6 +71,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     5  notify.py               what a service manager is told: ready, alive, ending
     5  parentage.py            who started this process: whether signals reach it
     5  attendant.py            the living attempt: its process, its lock, its death
+    5  space.py                room on the disk: measured, said, made
     5  housekeeping.py         the errands to the helper process
     5  daemon.py               the one loop: wait, gather events, decide, make durable, act
     5  client.py               one operator request and its reply

@@ -152,6 +152,8 @@ class Attendant:
         finally:
             os.close(lock_fd)
         started = self._child
+        if not self._directory.log(effect.attempt).exists():
+            self._log.write(f"attempt {effect.attempt} runs without a log: none could be made")
         lock = self._directory.trainer_lock
         self._tree = Tree(lock, effect.nonce, started.pid, True, group)
         self._witness = Witness(group)

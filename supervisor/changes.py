@@ -39,7 +39,13 @@ CHANGES: Final[Mapping[str, str | Mapping[str, str]]] = {
         "clip_norm": IDENTITY,
     },
     "trainer": IDENTITY,
-    "checkpoint": {"every": PIVOT, "keep_last": OPERATIONAL, "keep_every": OPERATIONAL},
+    "checkpoint": {
+        "every": PIVOT,
+        "keep_last": OPERATIONAL,
+        "keep_every": OPERATIONAL,
+        "keep_superseded": OPERATIONAL,
+        "when_full": OPERATIONAL,
+    },
     "samples": {
         "every": PIVOT,
         "prompts": PIVOT,

@@ -7,7 +7,10 @@ A request has `id` and `do`, and:
 - `select`: run_id, lineage, time; ceiling, bare_allowed -> chosen (a summary or null), rejected
   ([step, reason, moved to] each, newest first);
 - `verify`: step, run_id, lineage; bare_allowed, set_aside with time -> a summary;
-- `retain`: keep_last, keep_every, pins, verified_steps -> removed (steps);
+- `retain`: keep_last, keep_every, keep_superseded, pins, verified_steps -> removed (steps), names
+  and freed_bytes of what went from superseded/;
+- `reclaim`: wanted_bytes, keep_every, pins, verified_steps; attempt and nonce of the living trainer
+  -> removed, names, freed_bytes;
 - `supersede`: above_step -> moved ([step, moved to] each, newest first);
 - `clean`: attempt and nonce of the living trainer, or neither -> removed (names);
 - `preflight`: size_bytes, count -> available_bytes.
@@ -23,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from supervisor import checkpoints
+from supervisor import checkpoints, reclaim
 from supervisor.contract import (
     CHECKPOINTS,
     MESSAGE_BYTES_MAX,
@@ -46,6 +49,7 @@ class Requests:
             "select": self._select,
             "verify": self._verify,
             "retain": self._retain,
+            "reclaim": self._reclaim,
             "supersede": self._supersede,
             "clean": self._clean,
             "preflight": self._preflight,
@@ -118,15 +122,31 @@ class Requests:
         return summary(verified)
 
     def _retain(self, request: Json) -> Json:
+        pins = _steps(request, "pins")
         removed = checkpoints.retain(
             self._run_directory,
             _field(request, "keep_last", int),
             _field(request, "keep_every", int),
-            _steps(request, "pins"),
+            pins,
             _steps(request, "verified_steps"),
             tick=self._tick,
         )
-        return {"removed": removed}
+        left = reclaim.retain_superseded(
+            self._run_directory, _field(request, "keep_superseded", int), pins, tick=self._tick
+        )
+        return {"removed": removed, "names": left.names, "freed_bytes": left.freed_bytes}
+
+    def _reclaim(self, request: Json) -> Json:
+        done = reclaim.reclaim(
+            self._run_directory,
+            _field(request, "wanted_bytes", int),
+            keep_every=_field(request, "keep_every", int),
+            pins=_steps(request, "pins"),
+            verified_steps=_steps(request, "verified_steps"),
+            living=_living(request),
+            tick=self._tick,
+        )
+        return {"removed": done.steps, "names": done.names, "freed_bytes": done.freed_bytes}
 
     def _supersede(self, request: Json) -> Json:
         above_step = _field(request, "above_step", int)
@@ -134,8 +154,7 @@ class Requests:
         return {"moved": [[one.step, one.moved_to] for one in moved]}
 
     def _clean(self, request: Json) -> Json:
-        attempt = _field(request, "attempt", int, None)
-        living = None if attempt is None else (attempt, _field(request, "nonce", str))
+        living = _living(request)
         return {
             "removed": [
                 f"{name}/{leftover}"
@@ -220,6 +239,11 @@ def _steps(request: Json, name: str) -> list[int]:
     if not all(isinstance(step, int) for step in steps):
         raise _wrong(request, name, "steps")
     return steps
+
+
+def _living(request: Json) -> tuple[int, str] | None:
+    attempt = _field(request, "attempt", int, None)
+    return None if attempt is None else (attempt, _field(request, "nonce", str))
 
 
 def _lineage(request: Json) -> list[tuple[str, int]]:

@@ -125,7 +125,7 @@ def spawn(
     child holds the lock.
     """
     procs = str(group.procs) if group is not None else ""
-    log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    log_fd = _open_log(log_path)
     try:
         process = Owned(
             ["/bin/sh", "-c", _SHIM, "trainer", procs, *command],
@@ -141,6 +141,14 @@ def spawn(
         os.close(log_fd)
     pidfd = os.pidfd_open(process.pid)
     return Child(process.pid, pidfd, proc.start_ticks(process.pid) or 0, process)
+
+
+def _open_log(path: Path) -> int:
+    """Where no log can be made, which on a full disk is so, the trainer runs without one."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def adopt(

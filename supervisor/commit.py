@@ -7,6 +7,8 @@ Invariants:
 - One commit is under way at a time; what comes meanwhile makes the next one.
 - An effect that follows an Append in one decision is handed out only when that record is durable,
   and effects are handed out in the order in which they were decided.
+- Ledger and journal have room of their own, the sidecars have not. One that a full disk refuses is
+  late, and nothing waits for it: it holds nothing that its supervisor does not know.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -33,7 +35,8 @@ class Commit:
     """Run it again after a failure: what was appended is not appended twice.
 
     `number` orders commits; `recorded` is (last step, verified steps) where the ledger has entries
-    to sync, and None where it has not.
+    to sync, and None where it has not. Of the `files` those in `hints` may fail: they are in
+    `late` then, and `problem` says why.
     """
 
     def __init__(
@@ -44,9 +47,14 @@ class Commit:
         records: list[tuple[ev.Record, float]],
         files: dict[Path, bytes],
         recorded: tuple[int, int] | None,
+        hints: Collection[Path] = (),
     ) -> None:
         self.number = number
         self.recorded = recorded
+        self.late: dict[Path, bytes] = {}
+        self.problem = ""
+        self.tried = frozenset(files)
+        self._hints = hints
         self._ledger = ledger
         self._journal = journal
         self._records = records
@@ -63,8 +71,17 @@ class Commit:
             del self._records[0]
         self._journal.sync()
         for path in list(self._files):
-            replace_file(path, self._files[path])
+            self._replace(path, self._files[path])
             del self._files[path]
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        try:
+            replace_file(path, content)
+        except OSError as error:
+            if path not in self._hints:
+                raise
+            self.late[path] = content
+            self.problem = f"{path} is out of date: {error}"
 
     def _line(self, record: ev.Record) -> Json:
         """The journal line. A checkpoint, and the end of a life, is bound to the ledger: entry
@@ -88,14 +105,23 @@ class Commit:
 class Pipeline:
     """Records on their way to the journal, and the effects that wait for them.
 
-    `trouble` says why nothing becomes durable, or nothing; `retry_at` when that is tried again.
+    `trouble` says what does not become durable, or nothing. `late` are the files among `hints` that
+    the disk has refused so far.
     """
 
     def __init__(
-        self, ledger: Ledger, journal: Journal, worker: Worker, recorder: Recorder
+        self,
+        ledger: Ledger,
+        journal: Journal,
+        worker: Worker,
+        recorder: Recorder,
+        hints: Collection[Path],
     ) -> None:
         self.trouble = ""
-        self.retry_at: float | None = None
+        self.late: dict[Path, bytes] = {}
+        self._hints = hints
+        self._again_at: float | None = None  # when the commit that failed is run again
+        self._late_at = 0.0  # when what is late is tried again
         self._ledger = ledger
         self._journal = journal
         self._worker = worker
@@ -105,6 +131,13 @@ class Pipeline:
         self._batch = 1  # the commit that is being filled; everything below is durable
         self._commit: Commit | None = None
         self._ticket = 0
+
+    @property
+    def retry_at(self) -> float | None:
+        """When `start` has something to try again."""
+        if self._commit is not None:
+            return self._again_at
+        return self._late_at if self.late else None
 
     @property
     def idle(self) -> bool:
@@ -118,6 +151,15 @@ class Pipeline:
     @property
     def empty(self) -> bool:
         return self.idle and not self._records
+
+    def try_late(self, now: float) -> None:
+        """At once: there may be no later."""
+        self._late_at = now
+        self.start(now)
+
+    def take_late(self) -> dict[Path, bytes]:
+        late, self.late = self.late, {}
+        return late
 
     def remember(self, record: ev.Record) -> None:
         self._records.append((record, time.time()))
@@ -146,16 +188,18 @@ class Pipeline:
     def start(self, now: float) -> None:
         """Begins the next commit if there is anything for one, or tries a failed one again."""
         if self._commit is not None:
-            if self.retry_at is not None and now >= self.retry_at:
-                self.retry_at = None
+            if self._again_at is not None and now >= self._again_at:
+                self._again_at = None
                 self._ticket = self._worker.submit(self._commit)
             return
         recorded = self._recorder.take_unsynced()
         files = self._recorder.take_files()
+        if now >= self._late_at:
+            files = {**self.late, **files}
         if not (self._records or files or recorded):
             return
         self._commit = Commit(
-            self._batch, self._ledger, self._journal, self._records, files, recorded
+            self._batch, self._ledger, self._journal, self._records, files, recorded, self._hints
         )
         self._records = []
         self._batch += 1
@@ -171,8 +215,12 @@ class Pipeline:
             # Nothing is lost: receipts hold the steps and the commit its records. It is tried
             # again until the disk takes it; meanwhile no effect that depends on it happens.
             self.trouble = f"history is not durable: {error}"
-            self.retry_at = now + RETRY_SECONDS
+            self._again_at = now + RETRY_SECONDS
             return None
-        self.trouble = ""
         self._commit = None
+        # What this commit wrote is late no more; what it did not touch still is.
+        self.late = {**{p: c for p, c in self.late.items() if p not in commit.tried}, **commit.late}
+        self.trouble = commit.problem or (self.trouble if self.late else "")
+        if commit.late:
+            self._late_at = now + RETRY_SECONDS
         return commit.recorded

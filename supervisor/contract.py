@@ -702,6 +702,14 @@ UP: Final[dict[str, _Schema]] = {
         "requests": (texts, _REQUIRED),
         "seconds": (number, _REQUIRED),
     },
+    # A checkpoint or a receipt that the disk refuses. `requests` end with it: they have failed.
+    "unsaved": _LIFE
+    | {
+        "step": (count, _REQUIRED),
+        "why": (text, _REQUIRED),
+        "errno": (count, _REQUIRED),
+        "requests": (texts, _REQUIRED),
+    },
     "paused": _LIFE | {"step": (count, _REQUIRED), "id": (identifier, _REQUIRED)},
     "farewell": _LIFE | {"why": (text, _REQUIRED), "step": (count, _REQUIRED)},
 }
@@ -760,7 +768,9 @@ def parse_message(frame: bytes, table: Mapping[str, _Schema], where: str) -> tup
     version = body.get("version")
     spoken = isinstance(version, int) and CONTRACT_VERSION_OLDEST <= version <= CONTRACT_VERSION
     if not spoken:
-        raise ContractError(f"{where}: version {shown(version)}, this side speaks {CONTRACT_VERSION}")
+        raise ContractError(
+            f"{where}: version {shown(version)}, this side speaks {CONTRACT_VERSION}"
+        )
     verb = body.get("verb")
     if not isinstance(verb, str) or verb not in table:
         raise ContractError(f"{where}: unknown verb {shown(verb)}, expected one of {sorted(table)}")

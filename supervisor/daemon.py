@@ -44,6 +44,7 @@ from supervisor.progress import Reporter, describe
 from supervisor.recorder import Recorder
 from supervisor.rundir import RunDirectory
 from supervisor.signals import INTERRUPT_WORDS, Signals
+from supervisor.space import Watch
 from supervisor.state import Rules, State, apply, fold
 from supervisor.status import compose
 from supervisor.wire import FromOperator, FromTrainer, Wire
@@ -66,7 +67,9 @@ class Options:
     home: Path
     keep_last: int
     keep_every: int
+    keep_superseded: int
     samples_keep: int
+    disk_headroom_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +130,14 @@ class Daemon:
     def _settle(self) -> None:
         """After the last decision: what is under way still gets its moment."""
         limit = time.monotonic() + SETTLE_SECONDS
+        self.pipeline.try_late(time.monotonic())
         while time.monotonic() < limit and (
             self.housekeeper.busy or self._inbox or not self.pipeline.empty
         ):
             self._wait()
             self._gather()
             self._work_off()
-        if self.state.durable.open is None and self.pipeline.idle:
+        if self.state.durable.open is None and self.pipeline.idle and not self.pipeline.late:
             self.recorder.forget_before(self.state.durable.attempt + 1)
 
     def _open(self, begin: Begin) -> None:
@@ -143,7 +147,8 @@ class Daemon:
         self.wire = Wire(self._directory_fd)
         become_subreaper()
         self.recorder = Recorder(self.directory, self.ledger, self.options.samples_keep)
-        self.pipeline = Pipeline(self.ledger, self.journal, self.worker, self.recorder)
+        hints = (self.directory.samples, self.directory.state, self.directory.training)
+        self.pipeline = Pipeline(self.ledger, self.journal, self.worker, self.recorder, hints)
         self.files = EpochFiles(
             self.directory,
             self.ledger,
@@ -181,6 +186,14 @@ class Daemon:
             emit=self._inbox.append,
             alarm=self._alarm,
             seen=self.recorder.remember_bandit,
+        )
+        self.space = Watch(
+            self.directory,
+            self.options.disk_headroom_bytes,
+            submit=self._submit,
+            alarm=self._alarm,
+            reclaim=self._reclaim,
+            full=lambda why: self._inbox.append(ev.Full(time.monotonic(), why)),
         )
         for fd in (self.signals.fileno(), self.worker.fileno(), self.housekeeper.fileno()):
             self.poller.register(fd, zmq.POLLIN)
@@ -263,10 +276,8 @@ class Daemon:
         self._pump()
         for message in messages:
             match message:
-                case FromTrainer("saved", content):
-                    self._saved.append(ev.Heard(now, "saved", content))
                 case FromTrainer(verb, content):
-                    self._inbox.append(ev.Heard(now, verb, content))
+                    self._heard(ev.Heard(now, verb, content))
                 case FromOperator("status", content):
                     self.wire.reply(content["id"], "done", "", self.status())
                 case FromOperator(verb, content):
@@ -289,8 +300,22 @@ class Daemon:
             self._next_status = now + STATUS_INTERVAL_SECONDS
             self._notice(now)
             self._alarm("sockets", self.wire.look_after())
+            self.space.look(now)
+            reserve = self.ledger.reserve_problem or self.journal.reserve_problem
+            self._alarm("reserve", str(reserve or ""))
             self._write_status()
         self.notifier.beat(now)
+
+    def _heard(self, message: ev.Heard) -> None:
+        match message.verb:
+            case "hello":
+                self.space.expect(message.content["parameters"])
+            case "saved":
+                self.space.hasten()
+            case "unsaved":
+                self.space.refused(message.content["errno"], message.content["why"])
+        waits = message.verb == "saved" or (message.verb == "unsaved" and self._saved)
+        (self._saved if waits else self._inbox).append(message)
 
     def _worked(self, outcome: Outcome, now: float) -> None:
         done = self._jobs.pop(outcome.ticket, None)
@@ -382,6 +407,7 @@ class Daemon:
             case ev.Clear():
                 self.housekeeper.clear(effect.base_step)
             case ev.Archive():
+                self.recorder.give_back(None, self.pipeline.take_late())
                 self.files.archive(effect, len(self.state.durable.epochs) + 1)
             case ev.Regenerate():
                 for record in self.files.regenerate(self.state.durable):
@@ -422,24 +448,42 @@ class Daemon:
         path = self.directory.checkpoints / f"{contract.checkpoint_stem(step)}.bin"
         return {**result, "path": str(path.resolve())}
 
+    def _pins(self) -> set[int]:
+        pivot = self.state.durable.pivot
+        wanted = {pivot.to_step} if pivot is not None and pivot.to_step is not None else set()
+        return {*self.state.durable.pins, *wanted}
+
     def _retain(self, newest_verified: int) -> None:
-        durable = self.state.durable
-        pins = set(durable.pins)
-        if durable.pivot is not None and durable.pivot.to_step is not None:
-            pins.add(durable.pivot.to_step)
         self.housekeeper.retain(
             self.options.keep_last,
             self.options.keep_every,
-            pins,
-            durable.verified | {newest_verified},
+            self.options.keep_superseded,
+            self._pins(),
+            self.state.durable.verified | {newest_verified},
         )
+
+    def _reclaim(self, wanted_bytes: int, done: Callable[[int], None]) -> bool:
+        """False where no trainer runs: a selection may be looking at what would go."""
+        durable = self.state.durable
+        if self.state.phase != "running" or durable.open is None:
+            return False
+        self.housekeeper.reclaim(
+            wanted_bytes,
+            self.options.keep_every,
+            self._pins(),
+            durable.verified,
+            (durable.open.attempt, durable.open.nonce),
+            done,
+        )
+        return True
 
     def _spawn(self, effect: ev.Spawn) -> None:
         self._spawning = None if self.attendant.ready(time.monotonic()) else effect
         if self._spawning is not None:
             return  # the next turn of the loop tries again
         self.wire.expect(effect.attempt, effect.nonce)
-        self.recorder.forget_before(effect.attempt)
+        if not self.pipeline.late:
+            self.recorder.forget_before(effect.attempt)
         self.recorder.follow(effect.attempt, effect.resume_step, effect.epoch)
         self._inbox.append(
             self.attendant.spawn(

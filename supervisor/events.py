@@ -31,6 +31,7 @@ from supervisor.records import (
     Evaluated as Evaluated,
     FileRepaired as FileRepaired,
     FileStored as FileStored,
+    LeftoversRemoved as LeftoversRemoved,
     PivotAborted as PivotAborted,
     PivotIntended as PivotIntended,
     PolicySwitched as PolicySwitched,
@@ -247,8 +248,20 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
+    """Checkpoints that no rule keeps are gone; so are files that were left over (`names`)."""
+
     now: float
     steps: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    freed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """There is no room for the next checkpoint, and nothing is left that could be removed."""
+
+    now: float
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +289,7 @@ Event = (
     | Archived
     | Verified
     | Removed
+    | Full
     | Broken
 )
 

@@ -1,4 +1,4 @@
-"""The daemon's errands to the helper process: select, verify, retain.
+"""The daemon's errands to the helper process: select, verify, retain, reclaim.
 
 What may live here: turning effects into requests to the helper and its replies into events. What
 the helper does to files is `checkpoints`; what follows from it is the machine's decision.
@@ -105,20 +105,54 @@ class Housekeeper:
         self._ask(verified, "verify", **request, **self._identity)
 
     def retain(
-        self, keep_last: int, keep_every: int, pins: Iterable[int], verified_steps: Iterable[int]
+        self,
+        keep_last: int,
+        keep_every: int,
+        keep_superseded: int,
+        pins: Iterable[int],
+        verified_steps: Iterable[int],
     ) -> None:
         def retained(reply: Reply) -> None:
             self._alarm("retention", "" if reply.ok else reply.error)
             if reply.ok:
-                self._emit(ev.Removed(time.monotonic(), tuple(reply.result["removed"])))
+                self._emit(_removal(reply.result))
 
         self._ask(
             retained,
             "retain",
             keep_last=keep_last,
             keep_every=keep_every,
+            keep_superseded=keep_superseded,
             pins=sorted(pins),
             verified_steps=sorted(verified_steps),
+        )
+
+    def reclaim(
+        self,
+        wanted_bytes: int,
+        keep_every: int,
+        pins: Iterable[int],
+        verified_steps: Iterable[int],
+        living: tuple[int, str],
+        done: Callable[[int], None],
+    ) -> None:
+        """Makes room for a checkpoint; `done` gets the bytes that have come free."""
+
+        def reclaimed(reply: Reply) -> None:
+            self._alarm("retention", "" if reply.ok else reply.error)
+            if reply.ok:
+                self._emit(_removal(reply.result))
+            done(reply.result["freed_bytes"] if reply.ok else 0)
+
+        self._ask(
+            reclaimed,
+            "reclaim",
+            wanted_bytes=wanted_bytes,
+            keep_every=keep_every,
+            pins=sorted(pins),
+            verified_steps=sorted(verified_steps),
+            attempt=living[0],
+            nonce=living[1],
         )
 
     def _see(self, checkpoint: Json) -> None:
@@ -150,6 +184,12 @@ def _selection(result: Json) -> ev.Selected:
         chosen["reason"],
         tuple(chosen["requests"]),
         rejected,
+    )
+
+
+def _removal(result: Json) -> ev.Removed:
+    return ev.Removed(
+        time.monotonic(), tuple(result["removed"]), tuple(result["names"]), result["freed_bytes"]
     )
 
 

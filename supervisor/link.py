@@ -4,10 +4,13 @@ What may live here: everything a training loop needs to be supervised, and nothi
 torch. Any PyTorch loop, or any Python program, can use it.
 
 Invariants:
-- A receipt is one line and one write(2). The receipt file, not the link, is the record.
+- The receipt file, not the link, is the record. Nobody runs ahead of it: `record` waits while
+  the disk takes nothing.
 - Nothing here waits for the supervisor. Where it is away, training goes on; a message that
   cannot be sent is dropped, because the receipts say the same. What somebody waits for, the hello
   and the newest `saved`, is sent once there is a supervisor to hear it.
+- A disk that refuses ends nothing by itself. Only who wants to stop is told, after LAST_TRIES, that
+  the last thing could not be written.
 - A signal handler only sets a flag. Requests are looked at where the trainer polls.
 - The link is of the process that made it. In one that was forked off it, such as a loader of data,
   it says and hears nothing.
@@ -17,75 +20,34 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import zmq
 
 from supervisor import contract
 from supervisor.contract import ContractError, Entry, ExitLine, LoadedLine, Receipt
-from supervisor.durable import preallocate
+from supervisor.life import Life as Life, life_from_environment as life_from_environment
+from supervisor.output import ForgivingOutput
+from supervisor.receipt_file import ReceiptFile
 
-PREALLOCATED_BYTES: Final = 4 * 1024 * 1024
 STEP_MESSAGE_INTERVAL_SECONDS: Final = 0.05
 PAUSED_INTERVAL_SECONDS: Final = 1.0
+RETRY_SECONDS: Final = 1.0
+LAST_TRIES: Final = 5
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
-    """Which life of which run this process is. `resume_step` None leaves the choice to us."""
-
-    run_directory: Path
-    attempt: int
-    nonce: str
-    epoch: int
-    resume_step: int | None
-    supervised: bool
-    lock_fd: int | None = None
-    settings_file: Path | None = None
-    until_step: int | None = None
-
-
-def life_from_environment(environment: Mapping[str, str]) -> Life | None:
-    """The life that a supervisor gave us, or None in a process that has none.
-
-    Raises ContractError where the variables are there but broken.
-    """
-    if contract.ENV_ATTEMPT not in environment:
-        return None
-
-    def integer(name: str) -> int:
-        text = environment.get(name, "")
-        if re.fullmatch("[0-9]{1,10}", text) is None:
-            raise ContractError(f"environment {name}: expected a number, got {text[:80]!r}")
-        return int(text)
-
-    def text(name: str) -> str:
-        value = environment.get(name)
-        if not value:
-            raise ContractError(f"environment {name}: missing beside {contract.ENV_ATTEMPT}")
-        return value
-
-    settings = environment.get(contract.ENV_SETTINGS)
-    return Life(
-        run_directory=Path(text(contract.ENV_RUN_DIRECTORY)),
-        attempt=integer(contract.ENV_ATTEMPT),
-        nonce=text(contract.ENV_NONCE),
-        epoch=integer(contract.ENV_EPOCH),
-        resume_step=integer(contract.ENV_RESUME_STEP),
-        supervised=True,
-        lock_fd=integer(contract.ENV_LOCK_FD),
-        settings_file=Path(settings) if settings else None,
-        until_step=integer(until) if (until := contract.ENV_UNTIL_STEP) in environment else None,
-    )
+class ReceiptNotWritten(OSError):
+    """A step is not on record and this life ends: the next one executes it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +70,9 @@ class Link:
         receipts = directory / contract.RECEIPTS
         receipts.mkdir(exist_ok=True)
         self.receipts_path = receipts / f"{contract.attempt_stem(life.attempt)}.jsonl"
-        self._receipts_fd = os.open(
-            self.receipts_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
-        )
-        self._receipts_bytes = os.fstat(self._receipts_fd).st_size
-        self._preallocated_bytes = 0
+        self._receipts = ReceiptFile(self.receipts_path)
+        self._output: ForgivingOutput | None = None
+        self._told = ""
         self._hello: dict[str, Any] | None = None
         self._owed: dict[str, dict[str, Any]] = {}  # verb -> content, until the wire has taken it
         self._last_step_message = 0.0
@@ -164,10 +124,17 @@ class Link:
         if self._context is not None:
             self._context.term()
             self._context = None
-        for fd in (self._receipts_fd, self._directory_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._receipts_fd = self._directory_fd = -1
+        self._receipts.close()
+        if self._directory_fd >= 0:
+            os.close(self._directory_fd)
+            self._directory_fd = -1
+        if self._output is not None:
+            self._output.restore()
+            self._output = None
+
+    def forgive_output(self) -> None:
+        """From now on a print that the disk of the log refuses costs its line, not the training."""
+        self._output = self._output or ForgivingOutput()
 
     # --- signals ---
 
@@ -205,17 +172,17 @@ class Link:
     # --- receipts ---
 
     def record(self, receipt: Receipt) -> None:
-        """Appends one line. Raises OSError where the file cannot take it whole."""
+        """Appends one line, however long the disk makes us wait. Raises ReceiptNotWritten where a
+        stop is wanted meanwhile; the line is still the first to be written when anything is."""
         if os.getpid() != self._pid:
             raise RuntimeError(f"only process {self._pid}, which made the link, records steps")
-        line = contract.encode_receipt(receipt)
-        if self._receipts_bytes + len(line) > self._preallocated_bytes:
-            preallocate(self._receipts_fd, self._receipts_bytes, PREALLOCATED_BYTES)
-            self._preallocated_bytes = self._receipts_bytes + PREALLOCATED_BYTES
-        written = os.write(self._receipts_fd, line)
-        self._receipts_bytes += written
-        if written != len(line):
-            raise OSError(f"{self.receipts_path}: {written} of {len(line)} bytes written")
+        self._receipts.add(contract.encode_receipt(receipt))
+        step = getattr(receipt, "step", self.life.resume_step or 0)
+        try:
+            self._insist(self._receipts.flush, step, self._checkpoints)
+        except OSError as error:
+            text = f"a receipt of step {step} could not be written: {error}"
+            raise ReceiptNotWritten(error.errno, text) from error
         if isinstance(receipt, Entry):
             self._step = receipt.step
             now = time.monotonic()
@@ -225,14 +192,75 @@ class Link:
 
     def sync(self) -> None:
         """Makes every receipt durable; called before a checkpoint is committed."""
-        os.fsync(self._receipts_fd)
+        self._receipts.sync()
 
     def farewell(self, why: str, step: int, code: int, message: str = "") -> None:
-        """Writes and syncs the exit record, the last line of this life, and says goodbye."""
+        """Writes and syncs the exit record, the last line of this life, and says goodbye. Raises
+        OSError where the disk does not take it in LAST_TRIES."""
         requests = list({**self._served, **self._stop})
-        self.record(ExitLine(why=why, step=step, code=code, requests=requests, message=message))
-        self.sync()
+        line = ExitLine(why=why, step=step, code=code, requests=requests, message=message)
+        self._receipts.add(contract.encode_receipt(line))
+        self._insist(self._receipts.sync, step, (), leaving=True)
         self._send("farewell", why=why, step=step)
+
+    # --- a disk that refuses ---
+
+    def save(
+        self, write: Callable[[], T], step: int, requests: Iterable[str], *, must: bool
+    ) -> T | None:
+        """Runs `write`, which saves a checkpoint and raises OSError where the disk refuses it.
+
+        None: it did, which is said, `requests` are answered by it, and training goes on; the next
+        boundary tries again. `must`, where there is nothing to train on to (the last step, a stop):
+        it is tried again until it works; who wants to stop by then gets the error.
+        """
+        if must:
+            return self._insist(write, step, requests)
+        try:
+            return write()
+        except OSError as error:
+            self._tell_unsaved(error, step, requests)
+            return None
+
+    def _insist(
+        self, act: Callable[[], T], step: int, requests: Iterable[str], leaving: bool = False
+    ) -> T:
+        """Until it works. Once a stop is wanted, or while `leaving`, LAST_TRIES more."""
+        tries = LAST_TRIES
+        while True:
+            try:
+                return act()
+            except OSError as error:
+                self._tell_unsaved(error, step, list(requests))
+                if leaving or self.stop_wanted():
+                    tries -= 1
+                    if tries == 0:
+                        raise
+            self._rest()
+
+    def _tell_unsaved(self, error: OSError, step: int, requests: Iterable[str]) -> None:
+        """A stop and a pause are not answered by this: they go on."""
+        failed = [request for request in requests if request in self._checkpoints]
+        for request in failed:
+            del self._checkpoints[request]
+        told = f"step {step} is not saved: {error}"
+        if told != self._told:  # else it would fill the log while it waits for room
+            self._told = told
+            print(told, file=sys.stderr)
+        content = {"step": step, "why": str(error), "errno": error.errno or 0, "requests": failed}
+        self._send("unsaved", **content)
+
+    def _rest(self) -> None:
+        """RETRY_SECONDS, or until something is asked for."""
+        until = time.monotonic() + RETRY_SECONDS
+        terms = self._terms
+        while (left := until - time.monotonic()) > 0 and self._terms == terms:
+            step_seconds = min(left, 0.1)
+            if self._socket is None:
+                time.sleep(step_seconds)
+            else:
+                self._socket.poll(int(step_seconds * 1000))
+                self.poll()
 
     # --- requests ---
 

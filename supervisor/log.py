@@ -25,7 +25,8 @@ class Log:
             if self._fd < 0:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
                 self._fd = os.open(self._path, flags, 0o600)
-            os.write(self._fd, line)
+            if os.write(self._fd, line) < len(line):
+                os.write(self._fd, b"\n")  # or the reason why there was not room for all of it
         except OSError:
             self.lost_lines += 1
             return

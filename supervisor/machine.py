@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from supervisor import blame, events as ev, moves, pivoting, requests, vigil
+from supervisor import blame, events as ev, moves, pivoting, requests, shortage, vigil
 from supervisor.causes import explain, judge
 from supervisor.contract import Json
-from supervisor.state import PHASES, Impossible, Rules, State, Turn
+from supervisor.state import PHASES, PLANNED, Impossible, Rules, State, Turn
 
 Handler = Callable[[Turn, ev.Event], None]
 
@@ -201,6 +201,8 @@ def _heard(turn: Turn, event: ev.Event) -> None:
             _seen(turn, content["id"])
         case "saved":
             _saved(turn, content)
+        case "unsaved":
+            shortage.unsaved(turn, content)
         case "paused":
             vigil.entered(turn, "paused", content)
             pivoting.paused(turn, content)
@@ -295,12 +297,6 @@ def _verified(turn: Turn, event: ev.Event) -> None:
         turn.do(ev.Retain(newest_verified=max(turn.state.durable.verified)))
 
 
-def _removed(turn: Turn, event: ev.Event) -> None:
-    assert isinstance(event, ev.Removed)
-    if event.steps:
-        turn.append(ev.CheckpointsRemoved(list(event.steps)))
-
-
 def _broken(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Broken)
     turn.append(ev.Alarmed("contract_broken", event.why))
@@ -347,8 +343,9 @@ def _died(turn: Turn, event: ev.Event) -> None:
 def _reaped(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Reaped)
     state = turn.state
-    planned = state.intent in ("stop", "restart", "pivot")
-    cause = judge(event, planned, state.escalation == "killed", state.intent == "hang")
+    cause = judge(
+        event, state.intent in PLANNED, state.escalation == "killed", state.intent == "hang"
+    )
     message = explain(cause, event, state.why)
     turn.set(history_step=event.step, step=event.step, trainer_pid=None, trainer_phase="", why="")
     turn.set(ready=state.ready or event.loaded)
@@ -390,8 +387,9 @@ def _ended_already(turn: Turn, event: ev.Event) -> None:
 
 _ANYWHERE: Final[dict[type, Handler]] = {
     ev.Verified: _verified,
-    ev.Removed: _removed,
+    ev.Removed: shortage.removed,
     ev.Noticed: _noticed,
+    ev.Full: shortage.full,
 }
 _TERMINAL_ROW: Final[dict[type, Handler]] = {
     **_ANYWHERE,

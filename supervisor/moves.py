@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Final
 
 from supervisor import blame, events as ev
 from supervisor.contract import ExitCode, Json
 from supervisor.patience import LATE_SECONDS
-from supervisor.state import AT_ONCE, PERMANENT, UNPLANNED, Epoch, Pending, Turn
+from supervisor.state import AT_ONCE, PERMANENT, PLANNED, UNPLANNED, Epoch, Pending, Turn
+
+UNSAVED: Final = "unsaved"  # the alarm from the first save that fails to the next that does not
 
 
 def start(turn: Turn) -> None:
@@ -212,6 +215,8 @@ def commit(
     turn.append(ev.CheckpointCommitted(step, attempt, reason, list(requests), digest))
     if "hang" in dict(durable.alarms) and step > (durable.best_checkpoint or 0):
         turn.append(ev.AlarmCleared("hang"))
+    if UNSAVED in dict(durable.alarms):
+        turn.append(ev.AlarmCleared(UNSAVED))
 
 
 def verify(turn: Turn, step: int) -> None:
@@ -232,7 +237,7 @@ def ended(
     reached_step: int = 0,
 ) -> None:
     durable = turn.state.durable
-    planned = turn.state.intent in ("stop", "restart", "pivot")
+    planned = turn.state.intent in PLANNED
     # Who says "finished" without a checkpoint at the target would be started again for ever.
     finished = cause == "finished" and (durable.best_checkpoint or 0) >= durable.target_step
     charged = cause == "finished" or (cause in UNPLANNED and cause != "again")
@@ -263,6 +268,8 @@ def after(turn: Turn, cause: str, message: str) -> None:
     left = turn.state.alone or turn.state.intent == "pivot"
     if stop_wanted(turn):
         end(turn, "stopped", stop_reason(turn, cause))
+    elif turn.state.intent == "full" and cause != "finished":
+        fail(turn, turn.state.full)
     elif pivot is not None and (left or pivot.to_step is not None):
         turn.set(pivoting=True)
         start(turn)

@@ -146,6 +146,8 @@ def describe(record: ev.Record) -> str:
             return f"checkpoint at step {record.step} ({record.reason})"
         case ev.CheckpointQuarantined():
             return f"checkpoint at step {record.step} set aside: {record.reason}"
+        case ev.LeftoversRemoved():
+            return f"{len(record.names)} leftover files removed, {record.freed_bytes} bytes"
         case ev.PivotIntended():
             where = f"back to step {record.to_step}" if record.to_step else f"at: {record.at}"
             return f"pivot {record.request} is wanted ({where})"

@@ -184,6 +184,15 @@ class CheckpointsRemoved:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftoversRemoved:
+    """Files that the run could do without: of a branch that was left, of a quarantine, of attempts
+    that died while they saved. Names are relative to the run directory."""
+
+    names: list[str]
+    freed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class PivotIntended:
     """What the operator wants; nothing has changed yet. `policy` is the file as submitted,
     `settings` the effective settings under it. `to_step` is the base of a rollback; `parent` the
@@ -296,6 +305,7 @@ Record = (
     | CheckpointSetAside
     | CheckpointsSuperseded
     | CheckpointsRemoved
+    | LeftoversRemoved
     | PivotIntended
     | PivotAborted
     | PolicySwitched

@@ -152,9 +152,16 @@ class Trainer(_Table):
 
 
 class Checkpoint(_Table):
+    """`keep_superseded`: how many checkpoints of branches that were left stay, beside pinned ones.
+    `when_full` says what to do once room for the next checkpoint cannot be made: train on without
+    new ones until there is, or stop. Making room takes superseded/, then what is in quarantine/,
+    then checkpoints down to the last two proven ones; pins stay."""
+
     every: Count = 100
     keep_last: Annotated[int, Field(ge=2, le=INT32_MAX, description="an integer of at least 2")] = 5
     keep_every: Natural = 0
+    keep_superseded: Natural = 5
+    when_full: Literal["continue", "stop"] = "continue"
 
 
 class Samples(_Table):
@@ -242,7 +249,7 @@ class Stop(_Table):
 
 
 class Alarms(_Table):
-    """Not acted on yet."""
+    """`disk_headroom_bytes`: less free space than this on a disk of the run is an alarm."""
 
     disk_headroom_bytes: Annotated[
         int, Field(ge=0, lt=2**63, description="an integer of at least 0")

@@ -312,6 +312,7 @@ def _options(
                 evidence_seconds=settings.hang.evidence_seconds,
             ),
             kill_seconds=settings.stop.kill_seconds,
+            stop_when_full=settings.checkpoint.when_full == "stop",
         ),
         run_id=settings.run.id,
         command=command,
@@ -319,7 +320,9 @@ def _options(
         home=Path.cwd(),
         keep_last=settings.checkpoint.keep_last,
         keep_every=settings.checkpoint.keep_every,
+        keep_superseded=settings.checkpoint.keep_superseded,
         samples_keep=settings.samples.keep,
+        disk_headroom_bytes=settings.alarms.disk_headroom_bytes,
     )
 
 

@@ -51,6 +51,7 @@ CAUSE_OF_CODE: Final = {
     int(ExitCode.AGAIN): "again",
 }
 AT_ONCE: Final = ("finished",)  # ends after which the next attempt need not wait
+PLANNED: Final = ("stop", "restart", "pivot", "full")  # intents under which an end is our doing
 REPLIES_KEPT: Final = 256
 
 
@@ -66,6 +67,7 @@ class Rules:
     kill_seconds: float = 30.0
     hasten_seconds: float = 5.0
     limits: Limits = field(default_factory=Limits)
+    stop_when_full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +279,11 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
         case ev.RunFailed():
             return replace(durable, outcome="failed", reason=record.reason)
         case (
-            ev.SupervisorStarted() | ev.SupervisorEnded() | ev.AttemptAdopted() | ev.FileRepaired()
+            ev.SupervisorStarted()
+            | ev.SupervisorEnded()
+            | ev.AttemptAdopted()
+            | ev.FileRepaired()
+            | ev.LeftoversRemoved()
         ):
             return durable
 
@@ -321,13 +327,14 @@ class State:
     trainer_phase: str = ""
     trainer_pid: int | None = None
     linked: bool = False
-    intent: str = ""  # why we are stopping: stop, restart, pivot, hang, kill
+    intent: str = ""  # why we are stopping: stop, restart, pivot, full, hang, kill
     escalation: str = ""  # asked, signalled, killed
     force_at: float = 0.0
     forced: bool = False
     why: str = ""
     fruitless: int = 0  # ends in a row that waited, charged or not, without a new checkpoint
     fruitless_since: int | None = None  # the best checkpoint when they began
+    full: str = ""  # why the disk ends this run, where it does
     from_scratch: bool = False
     checkpoints: tuple[Pending, ...] = ()
     stop_ids: tuple[str, ...] = ()

@@ -31,6 +31,13 @@ def progressed(turn: Turn, step: int) -> None:
     _saw(turn, turn.state.patience.stepped(turn.now, step))
 
 
+def excused(turn: Turn) -> None:
+    """The disk refuses what it would write: it waits, and says so as long as it does."""
+    if not _watched(turn.state):
+        return
+    _saw(turn, turn.state.patience.looked_at(turn.now, blind=True))
+
+
 def watch(turn: Turn, event: ev.Ticked) -> None:
     """Every wake-up looks here while a trainer is loading or running."""
     if not _watched(turn.state):

@@ -1,8 +1,8 @@
 """Checkpoints made with plain Python, for every test that needs one on disk.
 
 A pair is published as a trainer does it: both members under temporary names, the manifest linked
-first, the `.bin` linked last as the commit, then the temporaries unlinked. Nothing is synced: the
-tests that use this look at names and bytes, not at power loss.
+first, the `.bin` linked last as the commit, then the temporaries unlinked, also when the disk
+refuses. Nothing is synced unless asked for: most tests look at names and bytes, not at power loss.
 """
 
 from __future__ import annotations
@@ -98,31 +98,41 @@ def publish(
     attempt: int = 1,
     nonce: str = NONCE,
     stop_before: str | None = None,
+    synced: bool = False,
 ) -> None:
     """Publishes a pair as a trainer does. A name that exists with other content raises
     FileExistsError; with the same content it is kept. `stop_before` dies at that point:
     "json" and "bin" before the write of a temporary, "link json" and "link bin" before a link,
-    "unlink" with both members published and both temporaries left."""
+    "unlink" with both members published and both temporaries left. `synced`: the members are."""
     directory.mkdir(parents=True, exist_ok=True)
     members = {".json": manifest_bytes, ".bin": data}
     temporaries = {
         ending: directory / temporary_name(attempt, nonce, checkpoint_stem(step) + ending)
         for ending in members
     }
-    for ending, content in members.items():
-        if stop_before == ending[1:]:
-            temporaries[ending].write_bytes(content[: len(content) // 2])
-            return
-        temporaries[ending].write_bytes(content)
-    for ending, content in members.items():
-        if stop_before == f"link {ending[1:]}":
-            return
-        name = directory / (checkpoint_stem(step) + ending)
-        try:
-            os.link(temporaries[ending], name)
-        except FileExistsError:
-            if name.read_bytes() != content:
-                raise
+    try:
+        for ending, content in members.items():
+            if stop_before == ending[1:]:
+                temporaries[ending].write_bytes(content[: len(content) // 2])
+                return
+            with temporaries[ending].open("wb") as file:
+                file.write(content)
+                if synced:
+                    file.flush()
+                    os.fsync(file.fileno())
+        for ending, content in members.items():
+            if stop_before == f"link {ending[1:]}":
+                return
+            name = directory / (checkpoint_stem(step) + ending)
+            try:
+                os.link(temporaries[ending], name)
+            except FileExistsError:
+                if name.read_bytes() != content:
+                    raise
+    except OSError:
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
+        raise
     if stop_before == "unlink":
         return
     for temporary in temporaries.values():

@@ -24,11 +24,13 @@ the step stands in for training. Steps and cadence come from run.toml. Run by th
 - SABOTEUR_HOLD: a file; while it is there, a save waits before its checkpoint is written.
 - SABOTEUR_CGROUP: a cgroup.procs; it moves itself there before it loads.
 - SABOTEUR_MUTE: anything; it has no link then and knows only signals.
+- SABOTEUR_PARAMETERS: how many a checkpoint holds; six without it.
 - SABOTEUR_PAUSE: how many seconds it waits for the word to exit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -51,7 +53,7 @@ from supervisor import contract
 from supervisor.contract import AuditLine, Entry, EnvironmentLine, EvaluationLine
 from supervisor.link import Link, life_from_environment
 
-PARAMETERS = 6
+PARAMETERS = int(os.environ.get("SABOTEUR_PARAMETERS", "6"))
 HELD_SECONDS = 0.005  # how long a step would take that the gate does not let happen
 MOMENTS = ("load", "hello", "paused", "exit", "gone")
 WORDS = {65: "data", 75: "again", 78: "configuration", 80: "non-finite"}
@@ -127,17 +129,19 @@ class Saboteur:
             self.told = self.link.pause_wanted
             print(f"asked to pause: {self.told}", flush=True)
         until = self.life.until_step is not None and self.step >= self.life.until_step
+        final = self.step >= self.target
+        saved = True
         if due.reason is not None and self.step > 0:
-            self.save(due.reason, due.requests)
+            saved = self.save(due.reason, due.requests, due.stop or until or final)
         elif until and self.step > self.saved:
-            self.save("cadence", ())
-        if due.pause is not None and not due.stop and self.step < self.target:
+            self.save("cadence", (), True)
+        if saved and due.pause is not None and not due.stop and not final:
             self.link.paused(self.step, due.pause)
             self.misbehave("paused")
             restless = "restless" in self.planned.get("paused", ())
             if not restless and self.link.wait_for_exit(self.pause_seconds):
                 return True
-        return due.stop or until or self.step >= self.target
+        return due.stop or until or final
 
     def held(self) -> bool:
         gate = os.environ.get("SABOTEUR_GATE")
@@ -158,14 +162,14 @@ class Saboteur:
             Entry(self.step, loss, time.time(), life.attempt, life.epoch, arm, seen, 1e-3)
         )
 
-    def save(self, reason: str, requests: tuple[str, ...]) -> None:
+    def save(self, reason: str, requests: tuple[str, ...], must: bool) -> bool:
+        """False where the disk refuses the checkpoint and training goes on without it."""
         begin = time.monotonic()
         step, life = self.step, self.life
         self.link.phase("save")
         samples = [{"prompt": "The ", "text": f"step {step}"}]
         self.link.record(AuditLine(step, time.time(), life.attempt, life.epoch, samples, {}))
         self.link.record(EvaluationLine(step, life.attempt, loss_of(-step), {}))
-        self.link.sync()
         data = checkpoint_kit.binary(step, PARAMETERS)
         manifest = checkpoint_kit.manifest(
             data,
@@ -183,21 +187,32 @@ class Saboteur:
         directory = self.link.directory / contract.CHECKPOINTS
         torn = [n[5:] for n in self.planned.get(str(step), ()) if n.startswith("torn:")]
         hold(f"saves step {step}")
-        if not (directory / f"{contract.checkpoint_stem(step)}.bin").exists():
-            checkpoint_kit.publish(
-                directory,
-                step,
-                data,
-                manifest.to_bytes(),
-                attempt=life.attempt,
-                nonce=life.nonce,
-                stop_before=torn[0] if torn else None,
-            )
+
+        def publish() -> bool:
+            self.link.sync()
+            if not (directory / f"{contract.checkpoint_stem(step)}.bin").exists():
+                checkpoint_kit.publish(
+                    directory,
+                    step,
+                    data,
+                    manifest.to_bytes(),
+                    attempt=life.attempt,
+                    nonce=life.nonce,
+                    stop_before=torn[0] if torn else None,
+                    synced=True,
+                )
+            return True
+
+        saved = self.link.save(publish, step, requests, must=must)
+        self.link.phase("step")
         if torn:
             kill()
+        if not saved:
+            return False
         seconds = time.monotonic() - begin
         self.link.saved(step, manifest.binary_digest, reason, requests, seconds)
         self.saved = step
+        return True
 
     # --- what goes wrong ---
 
@@ -404,9 +419,17 @@ def main() -> int:
     if group := os.environ.get("SABOTEUR_CGROUP"):
         Path(group).write_text(str(os.getpid()))
     with Link(life) as link:
+        link.forgive_output()
         link.install_signal_handlers()
         link.phase("load")
-        return Saboteur(link).run()
+        saboteur = Saboteur(link)
+        try:
+            return saboteur.run()
+        except OSError as error:
+            code = contract.ExitCode.CHECKPOINT
+            with contextlib.suppress(OSError):
+                link.farewell("checkpoint", saboteur.step, code, str(error))
+            return code
 
 
 if __name__ == "__main__":

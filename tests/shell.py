@@ -176,6 +176,8 @@ class Life:
         if now >= self._next_notice:
             self._next_notice = now + STATUS_SECONDS
             self._notice(now)
+            if world.chance(0.02):
+                self.inbox.append(ev.Full(now, "no room"))
 
     def _work_off(self) -> None:
         while self.inbox:

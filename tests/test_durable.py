@@ -137,6 +137,31 @@ def test_fc08_a_full_disk_leaves_the_old_file_whole(
     assert path.read_bytes() == b"new"
 
 
+@pytest.mark.fault("SV-74", phase="any", does="keeps the old file, whatever part could be written")
+def test_a_disk_that_fills_up_at_any_byte_leaves_the_old_file_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state file was emptied when the disk filled up while it was written (Unitech/pm2 #2827,
+    #2971, #1035)."""
+    path, new = tmp_path / "state.json", b'{"step": 100}\n'
+    path.write_bytes(b"old")
+    real = os.pwrite
+    for room in range(len(new)):
+
+        def pwrite(descriptor: int, data: bytes, offset: int, room: int = room) -> int:
+            if offset >= room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(descriptor, bytes(data)[: room - offset], offset)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        with pytest.raises(OSError, match="No space left"):
+            replace_file(path, new)
+        assert [(one, one.read_bytes()) for one in tmp_path.iterdir()] == [(path, b"old")]
+    monkeypatch.undo()
+    replace_file(path, new)
+    assert path.read_bytes() == new
+
+
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_fc08_a_replaced_file_has_the_mode_that_the_umask_leaves(
     tmp_path: Path, umask: int, mode: int

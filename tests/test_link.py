@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import functools
 import os
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,10 @@ import orjson
 import pytest
 from runs_kit import wait_until
 
-from supervisor import contract
+from supervisor import contract, link as link_module
 from supervisor.contract import AuditLine, ContractError, Entry, ExitLine, Json
-from supervisor.link import Life, Link, life_from_environment
+from supervisor.link import Life, Link, ReceiptNotWritten, life_from_environment
+from supervisor.output import ForgivingFile
 from supervisor.wire import FromOperator, FromTrainer, Wire
 
 NONCE = "0123456789abcdef"
@@ -141,13 +146,14 @@ def test_disk_space_is_reserved_ahead_and_not_part_of_the_file(alone: Link) -> N
     assert stat.st_size < 100
 
 
-def test_a_receipt_that_does_not_fit_is_an_error(
+def test_a_receipt_that_is_cut_goes_on_where_it_was_cut(
     alone: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:5]))
-    with pytest.raises(OSError, match=r"attempt-0003\.jsonl: 5 of \d+ bytes written"):
-        alone.record(Entry(41, 2.5))
+    alone.record(Entry(41, 2.5))
+    alone.record(Entry(42, 2.5))
+    assert [line["step"] for line in lines(alone)] == [41, 42]
 
 
 def test_a_second_life_of_one_attempt_appends(life: Life) -> None:
@@ -173,6 +179,225 @@ def test_the_exit_record_is_the_last_line_and_durable(
     parsed = contract.parse_receipt(alone.receipts_path.read_bytes().splitlines()[-1], "last")
     assert parsed == ExitLine("data", 41, 65, [], "the corpus has changed")
     assert synced == [alone.receipts_path.stat().st_size]
+
+
+# --- a disk that refuses --------------------------------------------------------------------------
+
+
+class Refusal:
+    """Fails some of the calls of `os.write` on the receipts; before each, `then` may act."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, then: list[Callable[[], object]]) -> None:
+        self.refused = 0
+        self.then = then
+        self._real = os.write
+        monkeypatch.setattr(os, "write", self._write)
+        monkeypatch.setattr(link_module, "RETRY_SECONDS", 0.01)
+
+    def _write(self, descriptor: int, data: bytes) -> int:
+        if not data.startswith(b"{") or not self.then:
+            return self._real(descriptor, data)
+        self.refused += 1
+        self.then.pop(0)()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def nothing() -> None:
+    """What happens while the disk refuses."""
+
+
+def test_a_receipt_that_the_disk_refuses_is_waited_for(
+    linked: Link, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer neither loses the step nor makes another one."""
+    refusal = Refusal(monkeypatch, [nothing] * 7)
+    linked.record(Entry(41, 2.5))
+    assert refusal.refused == 7
+    assert [line["step"] for line in lines(linked)] == [40, 41]
+    told = server.hear(linked, "unsaved")
+    assert (told["step"], told["errno"], told["requests"]) == (41, errno.ENOSPC, [])
+    assert "No space left" in told["why"]
+
+
+def test_who_waits_to_record_still_hears_a_request_and_answers_it(
+    linked: Link, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.wire.send_trainer("checkpoint", {"id": "c", "at": "boundary"})
+    server.hear(linked, "seen")
+    Refusal(monkeypatch, [nothing])
+    linked.record(Entry(41, 2.5))
+    assert server.hear(linked, "unsaved")["requests"] == ["c"]
+    assert linked.due(cadence=True).requests == (), "it has failed, which was its answer"
+
+
+def test_who_wants_to_stop_does_not_wait_for_ever(
+    alone: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone.install_signal_handlers()
+    stop = functools.partial(signal.raise_signal, signal.SIGTERM)
+    refusal = Refusal(monkeypatch, [nothing, nothing, stop, *[nothing] * 100])
+    with pytest.raises(ReceiptNotWritten, match=r"receipt of step 41 .* No space left"):
+        alone.record(Entry(41, 2.5))
+    assert refusal.refused == 2 + link_module.LAST_TRIES
+    with pytest.raises(OSError, match="No space left"):
+        alone.farewell("checkpoint", 41, 74)
+    assert refusal.refused == 2 + 2 * link_module.LAST_TRIES
+    refusal.then.clear()
+    alone.sync()
+    assert [line.get("why", line["step"]) for line in lines(alone)] == [41, "checkpoint"]
+
+
+def test_an_unreservable_disk_still_takes_receipts(
+    alone: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reserve is for a full disk; that there is none must not be what ends a receipt."""
+    asked = []
+
+    def refuse(descriptor: int, offset: int, size_bytes: int) -> bool:
+        asked.append(offset)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("supervisor.receipt_file.preallocate", refuse)
+    for step in range(41, 45):
+        alone.record(Entry(step, 2.5))
+    assert [line["step"] for line in lines(alone)] == [41, 42, 43, 44]
+    assert asked == [0], "a full disk is not asked at every step"
+    monkeypatch.setattr("supervisor.receipt_file.RESERVE_AGAIN_SECONDS", 0.0)
+    alone._receipts._reserve_at = 0.0
+    alone.record(Entry(45, 2.5))
+    alone.record(Entry(46, 2.5))
+    assert len(asked) == 3
+
+
+def test_the_reserve_is_renewed_before_it_is_used_up(
+    alone: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("supervisor.receipt_file.RESERVE_BYTES", 1000)
+    asked: list[tuple[int, int]] = []
+
+    def reserve(descriptor: int, offset: int, size_bytes: int) -> bool:
+        asked.append((offset, size_bytes))
+        return True
+
+    monkeypatch.setattr("supervisor.receipt_file.preallocate", reserve)
+    for step in range(100, 200):
+        before = alone.receipts_path.stat().st_size if asked else 0
+        alone.record(Entry(step, 2.5))
+        assert asked[-1][0] + asked[-1][1] >= before + 1000
+    assert len(asked) > 2
+
+
+def test_what_a_failed_sync_may_have_lost_is_written_again(
+    alone: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells of a lost write once; the next sync that succeeds proves nothing."""
+    alone.record(Entry(41, 2.5))
+    alone.sync()
+    first = alone.receipts_path.read_bytes()
+    alone.record(Entry(42, 2.5))
+    written: list[tuple[bytes, int]] = []
+    real = os.fsync
+
+    def lose(descriptor: int) -> None:
+        raise OSError(errno.EIO, "lost")
+
+    monkeypatch.setattr(os, "fsync", lose)
+    with pytest.raises(OSError, match="lost"):
+        alone.sync()
+    monkeypatch.setattr(os, "fsync", real)
+    pwrite = os.pwrite
+
+    def note(descriptor: int, data: bytes, offset: int) -> int:
+        written.append((bytes(data), offset))
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", note)
+    alone.record(Entry(43, 2.5))
+    alone.sync()
+    whole = alone.receipts_path.read_bytes()
+    assert written == [(whole[len(first) :], len(first))]
+    assert [line["step"] for line in lines(alone)] == [41, 42, 43]
+    alone.sync()
+    assert len(written) == 1
+
+
+def test_a_save_that_fails_is_said_and_training_goes_on(
+    linked: Link, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.wire.send_trainer("checkpoint", {"id": "c", "at": "now"})
+    server.hear(linked, "seen")
+    tries = []
+
+    def write() -> str:
+        tries.append(1)
+        if len(tries) < 4:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return "saved"
+
+    requests = linked.due(cadence=False).requests
+    assert linked.save(write, 41, requests, must=False) is None
+    told = server.hear(linked, "unsaved")
+    assert (told["errno"], told["requests"]) == (errno.EDQUOT, ["c"])
+    monkeypatch.setattr(link_module, "RETRY_SECONDS", 0.01)
+    assert linked.save(write, 42, (), must=True) == "saved"
+    assert len(tries) == 4
+
+
+def test_a_failed_request_may_be_asked_again(linked: Link, server: Server) -> None:
+    def write() -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for _ in range(2):
+        server.wire.send_trainer("checkpoint", {"id": "c", "at": "now"})
+        server.hear(linked, "seen")
+        assert linked.save(write, 41, linked.due(cadence=False).requests, must=False) is None
+        assert server.hear(linked, "unsaved")["requests"] == ["c"]
+
+
+def test_a_disk_that_is_full_is_told_of_once_in_the_log(
+    alone: Link, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Refusal(monkeypatch, [nothing] * 50)
+    alone.record(Entry(41, 2.5))
+    assert capsys.readouterr().err.count("step 41 is not saved") == 1
+
+
+def test_prints_that_the_disk_refuses_cost_their_line_and_not_the_training(
+    life: Life, tmp_path: Path
+) -> None:
+    """Also at the interpreter's end, where a failing flush would make the status 120."""
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from supervisor.link import Life, Link\n"
+        f"life = Life(Path({str(tmp_path)!r}), 3, 'n', 1, 0, supervised=False)\n"
+        "with Link(life) as link:\n"
+        "    link.forgive_output()\n"
+        "    print('lost', flush=True)\n"
+        "    sys.stderr.write('lost too')\n"
+        "    print('and this', end='')\n"
+    )
+    command = [sys.executable, "-c", program]
+    with open("/dev/full", "wb") as full:
+        assert subprocess.run(command, stdout=full, stderr=full, timeout=30).returncode == 0
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert (done.stdout, done.stderr) == ("lost\nand this", "lost too")
+
+
+def test_what_was_lost_is_counted_once_there_is_room(tmp_path: Path) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    room = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    try:
+        file = ForgivingFile(os.dup(full))
+        assert file.write(b"12345\n") == 6
+        assert file.write(b"678\n") == 4
+        os.dup2(room, file.fileno())
+        assert file.write(b"9\n") == 2
+        assert file.write(b"10\n") == 3
+        assert (tmp_path / "log").read_bytes() == b"(10 bytes before this were lost)\n9\n10\n"
+    finally:
+        for descriptor in (full, room, file.fileno()):
+            os.close(descriptor)
 
 
 # --- signals --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 import trainer_kit as kit
 from hypothesis import given, settings, strategies as st
 
-from supervisor import config, contract, curriculum
+from supervisor import config, contract, curriculum, link as link_module
 from supervisor.contract import (
     AuditLine,
     Entry,
@@ -483,24 +483,87 @@ def test_fc101_a_loss_that_is_not_finite_stops_before_the_update(
     assert trainer.training.model.flat.weights.isfinite().all()
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_life_with_its_own_code(
+class FullDisk:
+    """No link can be made from now on, until it is freed; after `tries`, `then` happens."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, tries: int, then: Callable[[], object]
+    ) -> None:
+        self.tries, self._then, self._real = tries, then, os.link
+        self.full = True
+        monkeypatch.setattr(os, "link", self._link)
+        monkeypatch.setattr(link_module, "RETRY_SECONDS", 0.01)
+
+    def free(self) -> None:
+        self.full = False
+
+    def _link(self, *names: Any) -> None:
+        if not self.full:
+            return self._real(*names)
+        self.tries -= 1
+        if self.tries == 0:
+            self._then()
+        raise OSError(28, "No space left on device")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_left_out_and_the_next_one_is_made(
+    homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on without a new one; the weights are those of a run that met no full disk."""
+    whole = kit.live(kit.settings_of(homes()))
+    disk: list[FullDisk] = []
+    lived = kit.live(
+        kit.settings_of(homes()),
+        script={
+            3: lambda: disk.append(FullDisk(monkeypatch, 10**6, lambda: None)),
+            9: lambda: disk[0].free(),
+        },
+    )
+    assert checkpoints_of(lived) == [12]
+    assert [entry.step for entry in lived.entries] == list(range(1, 13))
+    assert manifest_of(lived, 12).binary_digest == manifest_of(whole, 12).binary_digest
+    assert list(lived.loop.directory.glob(".tmp-*")) == []
+
+
+def test_the_last_checkpoint_waits_for_room(
+    homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk: list[FullDisk] = []
+
+    def fill() -> None:
+        disk.append(FullDisk(monkeypatch, 7, lambda: disk[0].free()))
+
+    lived = kit.live(kit.settings_of(homes()), script={9: fill})
+    assert disk[0].tries <= 0
+    assert checkpoints_of(lived) == [4, 8, 12]
+    assert lived.why == loop.FINISHED
+
+
+def test_a_stop_that_cannot_be_saved_ends_with_its_own_code(
     homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = kit.settings_of(homes())
+    disk: list[FullDisk] = []
 
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def full_and_stopped() -> None:
+        disk.append(FullDisk(monkeypatch, 10**6, lambda: None))
+        signal.raise_signal(signal.SIGTERM)
 
-    with kit.CuedLink(
-        kit.life_of(ours), {5: lambda: monkeypatch.setattr(os, "link", full)}
-    ) as link:
+    with kit.CuedLink(kit.life_of(ours), {6: full_and_stopped}) as link:
+        link.install_signal_handlers()
         trainer = loop.Loop(ours, link)
-        with pytest.raises(CheckpointNotWritten) as caught:
+        with pytest.raises(CheckpointNotWritten, match="No space left") as caught:
             trainer.run()
+    assert disk[0].tries == 10**6 - link_module.LAST_TRIES
     assert loop.verdict(caught.value) == (contract.ExitCode.CHECKPOINT, "checkpoint")
-    assert (trainer.step, checkpoint.steps(trainer.directory)) == (8, [4])
+    assert (trainer.step, checkpoint.steps(trainer.directory)) == (6, [4])
     monkeypatch.undo()
     assert kit.live(ours, attempt=2).entries[0].step == 5
+
+
+def test_a_step_that_cannot_be_recorded_ends_a_stop_with_that_code_too() -> None:
+    code = loop.verdict(link_module.ReceiptNotWritten(28, "No space left on device"))
+    assert code == (contract.ExitCode.CHECKPOINT, "checkpoint")
 
 
 # --- with a supervisor at the other end -----------------------------------------------------------
@@ -615,6 +678,32 @@ def test_a_pause_is_saved_and_left_when_told_to_exit(supervised: Callable[..., A
     assert manifest_at(trainer, 8).reason == "pivot"
     assert manifest_at(trainer, 8).requests == ("pivot-1",)
     assert [(m["step"], m["id"]) for m in peer.verbs("paused")] == [(8, "pivot-1")]
+
+
+def test_a_pause_whose_checkpoint_the_disk_refuses_waits_for_the_next_boundary(
+    supervised: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk: list[FullDisk] = []
+
+    def script(peer: Peer, link: kit.CuedLink) -> kit.Script:
+        original = link.paused
+
+        def paused(step: int, request: str) -> None:
+            original(step, request)
+            peer.ask(link, "exit")
+
+        def ask() -> None:
+            peer.ask(link, "pause", id="pivot-1")
+            disk.append(FullDisk(monkeypatch, 10**6, lambda: None))
+
+        link.paused = paused  # type: ignore[method-assign]
+        return {5: ask, 9: lambda: disk[0].free()}
+
+    why, trainer, peer = supervised(script, training={"steps": 16})
+    assert (why, trainer.step) == (loop.STOPPED, 12)
+    (told,) = peer.verbs("unsaved")
+    assert (told["step"], told["errno"], told["requests"]) == (8, 28, [])
+    assert [m["step"] for m in peer.verbs("paused")] == [12]
 
 
 def manifest_at(trainer: loop.Loop, step: int) -> Manifest:

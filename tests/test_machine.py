@@ -267,6 +267,7 @@ SAMPLE_EVENTS: Final[dict[type, tuple[Any, ...]]] = {
     ev.Archived: (4, "pivot-0001-step_000004"),
     ev.Verified: (4, "", "sha", "bd", 1, "cadence"),
     ev.Removed: ((),),
+    ev.Full: ("no room",),
     ev.Broken: ("gap",),
 }
 
@@ -367,6 +368,7 @@ CHANGES: Final[list[tuple[ev.Record, dict[str, Any]]]] = [
     ),
     (ev.CheckpointsSuperseded(0, [50, 60]), {"on_disk": frozenset(), "verified": frozenset()}),
     (ev.CheckpointsRemoved([50]), {"on_disk": frozenset(), "verified": frozenset()}),
+    (ev.LeftoversRemoved(["superseded/step_000050.bin"], 80), {}),
     (ev.Evaluated(100, 2.5, {}), {"evaluated_step": 100}),
     (
         ev.ReplayDiverged(60, 1, ["loss"], {"loss": 1.0}, {"loss": 2.0}, "code"),
@@ -1484,6 +1486,92 @@ def test_at_the_very_end_everybody_is_told_so(phase: str) -> None:
 
 
 # --- what the trainer saved, as the helper finds it ---
+
+
+# --- a disk that is full or broken ---
+
+
+def unsaved(case: Case, step: int, *requests: str, why: str = "[Errno 28] full") -> Any:
+    return case.hear("unsaved", step=step, why=why, errno=28, requests=list(requests))
+
+
+def test_a_refused_save_is_an_alarm_and_an_answer_and_no_death() -> None:
+    case = Case().to_running()
+    case.ask("checkpoint", "r1")
+    case.ask("checkpoint", "r2", at="boundary")
+    unsaved(case, 100, "r1", "signal-usr1-1")
+    why = "step 100 could not be saved: [Errno 28] full"
+    assert case.records == [
+        ev.Alarmed("unsaved", why),
+        ev.Replied("r1", "checkpoint", "refused", why, {}),
+    ]
+    assert [request.id for request in case.state.checkpoints] == ["r2"]
+    assert case.state.phase == "running"
+    unsaved(case, 200)
+    assert case.records == [], "said once"
+    case.saved(300, "r2")
+    assert ev.AlarmCleared("unsaved") in case.records
+    assert case.state.durable.alarms == ()
+    case.saved(400)
+    assert ev.AlarmCleared("unsaved") not in case.records
+
+
+def test_a_trainer_that_waits_to_record_its_beginning_is_not_killed_for_it() -> None:
+    case = Case().to_loading()
+    case.wait(RULES.limits.start_seconds - 1.0)
+    unsaved(case, 0)
+    assert case.wait(RULES.limits.start_seconds - 1.0) == []
+    assert case.wait(1.0) == [ev.Examine()]
+
+
+def test_a_full_disk_ends_nothing_unless_the_operator_wants_that() -> None:
+    case = Case().to_running()
+    assert case.feed(ev.Full, "no room") == []
+
+
+def full_and_stopping() -> Case:
+    case = Case(rules=replace(RULES, stop_when_full=True)).to_running()
+    case.feed(ev.Full, "no room")
+    assert case.acts == [ev.Send("stop", {"id": "stop-1", "at": "now"})]
+    assert case.place == ("stopping", "")
+    assert case.feed(ev.Full, "no room") == [], "it stops already"
+    return case
+
+
+@pytest.mark.parametrize("code", [0, int(ExitCode.CHECKPOINT)])
+def test_a_full_disk_stops_the_run_cleanly_with_the_wish_as_it_was(code: int) -> None:
+    case = full_and_stopping()
+    case.die(code)
+    reason = "stopped, as checkpoint.when_full says: no room"
+    assert ev.RunFailed(reason) in case.records
+    assert case.acts == [ev.Exit(int(ExitCode.FAILED), reason)]
+    durable = case.state.durable
+    assert (durable.wish, durable.deaths, durable.outcome) == ("run", 0, "failed")
+    again = case.reopened()
+    again.open()
+    assert again.state.phase == "starting", "the operator's start works as ever"
+
+
+def test_a_stop_overtakes_a_full_disk_and_so_does_the_end_of_training() -> None:
+    case = full_and_stopping()
+    case.ask("stop", "s1")
+    case.die(0)
+    assert case.place == ("stopped", "")
+    case = full_and_stopping()
+    case.saved(TARGET_STEP)
+    case.die(0, line=ExitLine("finished", TARGET_STEP, 0, [], ""), step=TARGET_STEP)
+    assert case.state.phase == "starting", "the checkpoint at the target tells that it is finished"
+
+
+def test_what_was_removed_is_on_record() -> None:
+    case = Case().to_running()
+    case.saved(100)
+    case.feed(ev.Removed, (100,), ("superseded/step_000200.bin",), 80)
+    assert case.records == [
+        ev.CheckpointsRemoved([100]),
+        ev.LeftoversRemoved(["superseded/step_000200.bin"], 80),
+    ]
+    assert case.feed(ev.Removed, ()) == []
 
 
 def test_a_saved_checkpoint_is_verified_once_and_then_retention_may_go_on() -> None:

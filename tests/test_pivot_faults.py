@@ -80,9 +80,14 @@ def pivot_once(home: Path, shim: Path, role: str, point: Point | None) -> tuple[
                 """The next trainer is past the boundary, and held before the one after."""
                 return run.pauses("p1") > 1 and run.history_step() >= AFTER
 
+            def refused() -> bool:
+                """The disk took no base at this boundary; the pivot waits for the one after."""
+                unsaved = [one for one in run.records("alarmed") if one["name"] == "unsaved"]
+                return bool(unsaved) and run.history_step() >= AFTER
+
             wait_until(lambda: over() or run.pauses("p1"), "a trainer that knows")
             run.gate(AFTER)
-            wait_until(lambda: over() or told_too_late(), "a reply, or no supervisor")
+            wait_until(lambda: over() or told_too_late() or refused(), "a reply, or no supervisor")
         run.heal()
         run.open_gate()
         return run, run.end(supervisor), bool(run.map["struck"])

@@ -391,7 +391,8 @@ def test_fc101_a_loss_that_is_not_finite_ends_the_life_with_its_own_code(tmp_pat
     assert torch.tensor(array("f", raw[8:])).isfinite().all()
 
 
-def test_a_disk_that_takes_no_checkpoint_ends_the_life_with_its_own_code(tmp_path: Path) -> None:
+def test_a_disk_that_takes_no_checkpoint_ends_nothing_but_a_stop(tmp_path: Path) -> None:
+    """It trains to the end and waits there; who stops it is told by the exit code."""
     wide = {"width": 256, "heads": 2, "layers": 1, "context": 16}
     kit.write_config(tmp_path, model=wide, checkpoint={"every": 2})
     limit = 6 * 1024 * 1024  # the receipts fit, a checkpoint of 11 MB does not
@@ -400,10 +401,12 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_life_with_its_own_code(tmp_pat
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     with alone(tmp_path, preexec_fn=limited) as process:
+        process.until(lambda: "step 12 is not saved" in process.errors)
+        process.send(signal.SIGTERM)
         assert process.wait() == 74
         assert "could not be written" in process.errors
     last = kit.exit_of(tmp_path / "run")
-    assert (last.why, last.code, last.step) == ("checkpoint", 74, 2)
+    assert (last.why, last.code, last.step) == ("checkpoint", 74, 12)
     assert list((tmp_path / "run/checkpoints").iterdir()) == []
     finished(tmp_path)
     assert kit.steps_of(tmp_path / "run", 2) == list(range(1, 13))

@@ -162,9 +162,10 @@ def test_verify_answers_for_one_step(run: Path) -> None:
 
 def test_retain_supersede_and_clean(run: Path) -> None:
     write(run, 100, 200, 300, 400)
-    request = {"do": "retain", "keep_last": 2, "keep_every": 0, "pins": [100]}
-    assert ask(run, **request, verified_steps=[300])["result"] == {"removed": []}
-    assert ask(run, **request, verified_steps=[400])["result"] == {"removed": [200]}
+    request = {"do": "retain", "keep_superseded": 1, "keep_last": 2, "keep_every": 0, "pins": [100]}
+    nothing: Json = {"names": [], "freed_bytes": 0}
+    assert ask(run, **request, verified_steps=[300])["result"] == {"removed": [], **nothing}
+    assert ask(run, **request, verified_steps=[400])["result"] == {"removed": [200], **nothing}
     assert ask(run, do="supersede", above_step=300)["result"] == {
         "moved": [[400, "superseded/step_000400.bin"]]
     }
@@ -177,6 +178,21 @@ def test_retain_supersede_and_clean(run: Path) -> None:
         "removed": [f"checkpoints/{dead}", "quarantine/.tmp-12-reason"]
     }
     assert ask(run, do="clean")["result"] == {"removed": [f"checkpoints/{living}"]}
+
+
+def test_what_was_left_behind_is_retained_and_reclaimed(run: Path) -> None:
+    write(run, 100, 200, 300, 400)
+    ask(run, do="supersede", above_step=200)
+    retain = {"do": "retain", "keep_last": 2, "keep_every": 0, "pins": [], "keep_superseded": 1}
+    result = ask(run, **retain, verified_steps=[100, 200])["result"]
+    assert result["removed"] == []
+    # Newest first they were moved, oldest first they were written.
+    assert result["names"] == ["superseded/step_000300.bin", "superseded/step_000300.json"]
+    assert result["freed_bytes"] > 0
+    reclaim = {"do": "reclaim", "wanted_bytes": 1, "keep_every": 0, "pins": []}
+    result = ask(run, **reclaim, verified_steps=[100, 200], attempt=1, nonce=NONCE)["result"]
+    assert result["names"] == ["superseded/step_000400.bin", "superseded/step_000400.json"]
+    assert ask(run, **reclaim, verified_steps=[200])["result"]["names"] == []
 
 
 def test_fc21_preflight_answers_with_both_numbers(run: Path) -> None:
@@ -217,11 +233,25 @@ def test_an_error_of_the_machine_is_told_as_such(run: Path) -> None:
         ({"do": "supersede", "above_step": "1"}, "above_step is '1'"),
         ({"do": "clean", "attempt": 1}, "nonce is None"),
         (
-            {"do": "retain", "keep_last": 1, "keep_every": 0, "pins": [], "verified_steps": []},
+            {
+                "do": "retain",
+                "keep_superseded": 1,
+                "keep_last": 1,
+                "keep_every": 0,
+                "pins": [],
+                "verified_steps": [],
+            },
             r"checkpoint\.keep_last is 1",
         ),
         (
-            {"do": "retain", "keep_last": 2, "keep_every": 0, "pins": ["x"], "verified_steps": []},
+            {
+                "do": "retain",
+                "keep_superseded": 1,
+                "keep_last": 2,
+                "keep_every": 0,
+                "pins": ["x"],
+                "verified_steps": [],
+            },
             "pins is",
         ),
     ],
@@ -293,7 +323,14 @@ def test_the_helper_ends_without_a_request_and_in_the_middle_of_one(
     [
         SELECT,
         {"do": "supersede", "above_step": 0},
-        {"do": "retain", "keep_last": 2, "keep_every": 0, "pins": [], "verified_steps": [300]},
+        {
+            "do": "retain",
+            "keep_superseded": 1,
+            "keep_last": 2,
+            "keep_every": 0,
+            "pins": [],
+            "verified_steps": [300],
+        },
     ],
 )
 def test_the_helper_stops_inside_a_request_when_its_input_closes(run: Path, request_: Json) -> None:
@@ -396,7 +433,14 @@ def test_submit_and_receive_do_not_wait_for_a_helper_that_stands_still(
     assert verifier.pid is not None
     os.kill(verifier.pid, signal.SIGSTOP)
     pins = list(range(10_000, 50_000))
-    request = {"do": "retain", "keep_last": 2, "keep_every": 0, "verified_steps": [], "pins": pins}
+    request = {
+        "do": "retain",
+        "keep_superseded": 1,
+        "keep_last": 2,
+        "keep_every": 0,
+        "verified_steps": [],
+        "pins": pins,
+    }
     ids = [verifier.submit(request) for _ in range(5)]
     assert verifier.receive() == []
     os.kill(verifier.pid, signal.SIGCONT)
@@ -652,6 +696,7 @@ def test_fc13_a_killed_helper_has_pruned_nothing_that_was_needed(run: Path) -> N
             verifier.submit(
                 {
                     "do": "retain",
+                    "keep_superseded": 5,
                     "keep_last": 2,
                     "keep_every": 0,
                     "pins": [],

@@ -8,13 +8,14 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from faults import Faults
 from runs_kit import wait_until
 
 from supervisor import events as ev, journal, ledger
-from supervisor.commit import Commit
+from supervisor.commit import RETRY_SECONDS, Commit, Pipeline
 from supervisor.contract import Entry
 from supervisor.journal import Journal
 from supervisor.ledger import Ledger
@@ -172,6 +173,76 @@ def test_a_commit_that_failed_is_run_again_and_nothing_is_there_twice(
     assert failures > 0 or name == "fdatasync"  # a first failed sync is put right at once
     assert files.kinds() == ["checkpoint_committed", "wished", "run_finished"]
     assert files.sidecar.read_bytes() == b"[]\n"
+
+
+def test_a_sidecar_that_a_full_disk_refuses_holds_up_no_record(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = files.sidecar.with_name("run.toml")
+    content = {files.sidecar: b"[]\n", other: b"[run]\n"}
+    timed: list[tuple[ev.Record, float]] = [(ev.Wished("stop", "r"), 1.0)]
+    commit = Commit(1, files.ledger, files.journal, timed, content, None, [files.sidecar])
+    faults = Faults(monkeypatch)
+    faults.fail_always(errno.ENOSPC, only="rename")
+    with pytest.raises(OSError, match="ENOSPC in rename"):
+        commit()  # run.toml is read by the next trainer: it is no hint
+    assert commit.late == {files.sidecar: b"[]\n"}
+    assert "run.samples.json is out of date" in commit.problem
+    assert files.kinds() == ["wished"]
+    faults.heal()
+    commit()
+    assert other.read_bytes() == b"[run]\n"
+    assert not files.sidecar.exists(), "the pipeline writes it with a later commit"
+
+
+class Sidecars:
+    """As much of a recorder as a pipeline needs."""
+
+    unsynced = False
+
+    def __init__(self) -> None:
+        self.files: dict[Path, bytes] = {}
+
+    def take_unsynced(self) -> None:
+        return None
+
+    def take_files(self) -> dict[Path, bytes]:
+        files, self.files = self.files, {}
+        return files
+
+
+def test_a_late_sidecar_is_tried_again_and_newer_content_wins(
+    files: Files, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Sidecars()
+    other = files.sidecar.with_name("run.state.json")
+    hints = (files.sidecar, other)
+    pipeline = Pipeline(files.ledger, files.journal, worker, cast(Any, recorder), hints)
+
+    def commit(now: float) -> None:
+        pipeline.start(now)
+        (outcome,) = outcomes(worker, 1)
+        pipeline.ended(outcome.ticket, outcome.error, now)
+
+    faults = Faults(monkeypatch)
+    faults.fail_always(errno.ENOSPC, only="rename")
+    recorder.files = {files.sidecar: b"old", other: b"state"}
+    commit(10.0)
+    assert pipeline.late == {files.sidecar: b"old", other: b"state"}
+    assert pipeline.idle, "nothing waits for it"
+    assert pipeline.retry_at == 10.0 + RETRY_SECONDS
+    faults.heal()
+    recorder.files = {files.sidecar: b"new"}
+    commit(10.5)
+    assert pipeline.late == {other: b"state"}
+    assert "is out of date" in pipeline.trouble
+    pipeline.try_late(10.6)
+    (outcome,) = outcomes(worker, 1)
+    pipeline.ended(outcome.ticket, outcome.error, 10.6)
+    assert (pipeline.late, pipeline.trouble) == ({}, "")
+    assert (files.sidecar.read_bytes(), other.read_bytes()) == (b"new", b"state")
+    pipeline.start(99.0)
+    assert pipeline.empty
 
 
 def test_a_type_of_job(worker: Worker, files: Files) -> None:

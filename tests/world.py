@@ -97,7 +97,10 @@ class World:
         self.now = 1000.0
         self.faulty = True
         self.rules = replace(
-            RULES, deaths=self.rng.choice((1, 3, 5)), grace_seconds=self.rng.choice((1.0, 15.0))
+            RULES,
+            deaths=self.rng.choice((1, 3, 5)),
+            grace_seconds=self.rng.choice((1.0, 15.0)),
+            stop_when_full=self.rng.random() < 0.1,
         )
         self.disk = Disk()
         self.trainer: Trainer | None = None
@@ -325,6 +328,9 @@ class Trainer:
         if self._mishap(0.03):
             return
         disk = self.world.disk
+        if self.published != self.step and self.world.chance(0.04):
+            self._refused(named, end)
+            return
         if self.published != self.step:
             assert self.step not in disk.checkpoints, f"the name of step {self.step} is taken"
             self.receipts.synced = len(self.receipts.lines)
@@ -352,6 +358,15 @@ class Trainer:
         elif pause is not None:
             self.pause, self.resume_wanted = None, False
             self._wait_for_exit(pause, self.world.now + PAUSE_SECONDS)
+        else:
+            self._then(self.world.rng.uniform(0.2, 1.5), self._update)
+
+    def _refused(self, named: tuple[str, ...], end: str) -> None:
+        """The disk takes no checkpoint: training goes on, or ends without it."""
+        failed = [id for id in named if self.wanted.pop(id, None) is not None]
+        self._say("unsaved", step=self.step, why="no room", errno=28, requests=failed)
+        if end:
+            self.die(int(ExitCode.CHECKPOINT), None)
         else:
             self._then(self.world.rng.uniform(0.2, 1.5), self._update)
 

@@ -64,7 +64,7 @@ class CheckpointConflict(Exception):
     """Somebody else publishes in this directory: this trainer has been fenced off."""
 
 
-class CheckpointNotWritten(Exception):
+class CheckpointNotWritten(OSError):
     """The disk did not take a checkpoint. Those before it are as they were."""
 
 
@@ -176,8 +176,9 @@ def publish(
             return _commit(directory, lock, draft, flat.image, nonce, sync)
     except OSError as error:
         raise CheckpointNotWritten(
+            error.errno,
             f"checkpoint {draft.step} could not be written to {directory}: {error}; free space or"
-            " repair the disk, earlier checkpoints are untouched"
+            " repair the disk, earlier checkpoints are untouched",
         ) from error
 
 

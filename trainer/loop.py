@@ -13,6 +13,8 @@ Invariants:
 - An audit or an evaluation changes no bit of the state but the note that it was done, and an
   evaluation of the cadence what the bandit knows. That of a last step off the cadence tells it
   nothing: a run that is made longer goes on as if it had always been so long.
+- A checkpoint that the disk refuses is no end: the older ones stand, the loop trains on and the
+  next boundary tries again. Where there is nothing to train on to, it waits for room.
 - An audit that is due comes before the checkpoint of its step; somebody who wants the trainer to
   stop does not wait for it.
 """
@@ -31,7 +33,7 @@ import torch
 from supervisor import config, contract, curriculum
 from supervisor.config import Settings
 from supervisor.contract import AuditLine, Entry, EnvironmentLine, EvaluationLine, ExitCode, Json
-from supervisor.link import Due, Link
+from supervisor.link import Due, Link, ReceiptNotWritten
 from trainer import checkpoint, corpus, data, device, recipe
 from trainer.checkpoint import CheckpointNotWritten, NonFiniteState, StateMismatch
 from trainer.corpus import DataError, Windows
@@ -58,6 +60,7 @@ EXIT_CODES: Final[tuple[tuple[type[Exception], ExitCode, str], ...]] = (
     (SamplerError, ExitCode.DATA, "data"),
     (device.GeneratorError, ExitCode.DATA, "data"),
     (CheckpointNotWritten, ExitCode.CHECKPOINT, "checkpoint"),
+    (ReceiptNotWritten, ExitCode.CHECKPOINT, "checkpoint"),
     (NonFinite, ExitCode.NON_FINITE, "non-finite"),
     (NonFiniteState, ExitCode.NON_FINITE, "non-finite"),
 )
@@ -252,8 +255,8 @@ class Loop:
         due = self.link.due(cadence=cadence)
         if due.reason is None:
             return None
-        self._save(due)
-        if due.pause is not None and not due.stop and not final:
+        saved = self._save(due, must=final or ended or due.stop)
+        if saved and due.pause is not None and not due.stop and not final:
             self.link.paused(step, due.pause)
             if self.link.wait_for_exit(PAUSE_SECONDS):
                 return STOPPED
@@ -261,28 +264,37 @@ class Loop:
             return FINISHED
         return STOPPED if due.stop or ended else None
 
-    def _save(self, due: Due) -> None:
-        """One checkpoint a step at most; a request for a step that has one is answered by it."""
+    def _save(self, due: Due, *, must: bool) -> bool:
+        """One checkpoint a step at most; a request for a step that has one is answered by it. False
+        where the disk refuses it and training goes on; `must` waits for room instead."""
         assert due.reason is not None, "nothing is due"
         started = time.monotonic()
         if self._published is None or self._published.step != self.step:
             self.link.phase("save")
-            self._published = checkpoint.publish(
-                self.directory,
-                self.training.draft(self.life, due.reason, due.requests),
-                self.training.model.flat,
-                nonce=self.life.nonce,
-                sync=self.link.sync,
-            )
+            draft = self.training.draft(self.life, due.reason, due.requests)
+            made = self.link.save(lambda: self._publish(draft), self.step, due.requests, must=must)
             self.link.phase("step")
+            if made is None:
+                return False
+            self._published = made
         elif due.reason == "cadence":
-            return  # resumed from this very step; nobody asked for anything
+            return True  # resumed from this very step; nobody asked for anything
         self.link.saved(
             self.step,
             self._published.binary_digest,
             due.reason,
             due.requests,
             time.monotonic() - started,
+        )
+        return True
+
+    def _publish(self, draft: contract.Manifest) -> contract.Manifest:
+        return checkpoint.publish(
+            self.directory,
+            draft,
+            self.training.model.flat,
+            nonce=self.life.nonce,
+            sync=self.link.sync,
         )
 
     # --- audit and evaluation ---------------------------------------------------------------------
