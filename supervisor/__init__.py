@@ -15,6 +15,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     1  coherence.py            how a text repeats itself: scores, no judgement of its content
     1  curriculum.py           which arm the next step trains on
     1  replay.py               what an attempt adds to the history, and what it only proves
+    1  notices.py              which facts are worth waking somebody for, and what he is told
     1  state.py                what the lifecycle knows
     1  moves.py                what its decisions are made of: start, spawn, stop, back off, end
     1  pivoting.py             a change of policy as one transaction, decided
@@ -45,6 +46,10 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     4  wire.py                 the two sockets of a supervisor
     4  link.py                 the trainer's side: receipts, requests, the exit record
     4  log.py                  the supervisor's own log
+    4  attempt_logs.py         what becomes of the files that attempts print into
+    4  channels.py             where notifications go, and whether they can
+    4  notifier.py             the one short-lived process that delivers them
+    4  webhook.py              that process, where it POSTs
     4  status.py               the status: composed by its supervisor, judged by its readers
 
     5  progress.py             what a person sees of a run in the foreground

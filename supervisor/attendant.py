@@ -22,6 +22,7 @@ from supervisor import child, contract, events as ev
 from supervisor.archive import settings_name
 from supervisor.log import Log
 from supervisor.rundir import RunDirectory, take_trainer_lock
+from supervisor.tail import printable
 
 LOOK_INTERVAL_SECONDS: Final = 0.1
 TERM_SECONDS: Final = 2.0
@@ -57,6 +58,11 @@ class Attendant:
     @property
     def reaping(self) -> bool:
         return self._death is not None
+
+    @property
+    def unlogged(self) -> str:
+        """Why what the trainer prints goes nowhere, where it does."""
+        return self._child.unlogged if self._child is not None else ""
 
     def fileno(self) -> int | None:
         """The pidfd: readable when the main process ends."""
@@ -174,15 +180,18 @@ class Attendant:
         return status
 
     def last_words(self, attempt: int) -> str:
-        """The last line that an attempt printed, for the record of its death."""
+        """The last line that an attempt printed, for the record of its death: harmless, as it is
+        shown on terminals and sent away."""
+        path = self._directory.log(attempt)
         try:
-            with self._directory.log(attempt).open("rb") as log:
+            with path.open("rb") as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - LAST_WORDS_BYTES))
-                lines = log.read().decode("utf-8", "replace").split("\n")
-        except FileNotFoundError:
+                words = log.read(LAST_WORDS_BYTES).replace(b"\0", b"")
+        except OSError as error:
+            self._log.write(f"{path}: no last words: {error.strerror}")
             return ""
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return last[:LAST_WORDS_CHARACTERS]
+        lines = (line.strip() for line in reversed(words.decode("utf-8", "replace").splitlines()))
+        return printable(next(filter(None, lines), ""))[:LAST_WORDS_CHARACTERS]
 
     def close(self) -> None:
         """Lets go of the process; it lives on."""

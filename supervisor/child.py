@@ -152,6 +152,7 @@ class Child:
     pidfd: int
     start_ticks: int
     process: subprocess.Popen[bytes] | None
+    unlogged: str = ""  # why what it prints goes nowhere, where it does
 
     def poll(self) -> bool:
         """True once the main process has ended (a zombie has)."""
@@ -196,7 +197,7 @@ def spawn(
     The caller keeps `lock_fd` open until this returns and then closes it: from there on only the
     child holds the lock.
     """
-    log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    log_fd, unlogged = _open_log(log_path)
     try:
         process = subprocess.Popen(
             ["/bin/sh", "-c", _SHIM, "trainer", *command],
@@ -211,7 +212,20 @@ def spawn(
     finally:
         os.close(log_fd)
     pidfd = os.pidfd_open(process.pid)
-    return Child(process.pid, pidfd, start_ticks(process.pid) or 0, process)
+    return Child(process.pid, pidfd, start_ticks(process.pid) or 0, process, unlogged)
+
+
+def _open_log(path: Path) -> tuple[int, str]:
+    """Where a child prints, and why that is nowhere if it is: a log that cannot be written is no
+    reason not to train."""
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666), ""
+    except OSError as error:
+        why = (
+            f"{path}: {error.strerror}: what the trainer prints goes nowhere until the next attempt"
+        )
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), why
 
 
 def adopt(

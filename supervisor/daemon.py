@@ -27,9 +27,11 @@ from typing import Final
 import orjson
 import zmq
 
-from supervisor import __version__, contract, events as ev, machine
+from supervisor import __version__, contract, events as ev, machine, notices
 from supervisor.archive import EpochFiles
+from supervisor.attempt_logs import AttemptLogs, LogRules
 from supervisor.attendant import LOOK_INTERVAL_SECONDS, Attendant
+from supervisor.channels import Channel
 from supervisor.checkpoints import find
 from supervisor.commit import RETRY_SECONDS, Pipeline
 from supervisor.contract import Json
@@ -38,6 +40,7 @@ from supervisor.housekeeping import Housekeeper
 from supervisor.journal import Journal
 from supervisor.ledger import Ledger
 from supervisor.log import Log
+from supervisor.notifier import LIMIT_SECONDS, Notifier
 from supervisor.progress import Reporter, describe
 from supervisor.recorder import Recorder
 from supervisor.rundir import RunDirectory
@@ -65,6 +68,8 @@ class Options:
     keep_last: int
     keep_every: int
     samples_keep: int
+    logs: LogRules
+    channels: Sequence[Channel] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class Daemon:
         self.options = options
         self.signals = signals
         self.reporter = reporter
-        self.log = Log(directory.supervisor_log)
+        self.log = Log(directory.supervisor_log, options.logs.size_bytes)
         self.attendant = Attendant(directory, self.log)
         self.state = State()
         self._directory_fd = os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -120,13 +125,17 @@ class Daemon:
 
     def _settle(self) -> None:
         """After the last decision: what is under way still gets its moment."""
-        limit = time.monotonic() + SETTLE_SECONDS
-        while time.monotonic() < limit and (
-            self.housekeeper.busy or self._inbox or not self.pipeline.empty
-        ):
+        now = time.monotonic()
+        limit = now + SETTLE_SECONDS
+        # Somebody waits for the news of how a run ended; who stops it knows, and wants to go on.
+        told = limit if self.state.phase == "stopped" else limit + LIMIT_SECONDS
+        while (
+            now < limit and (self.housekeeper.busy or self._inbox or not self.pipeline.empty)
+        ) or (now < told and self.notifier.busy):
             self._wait()
             self._gather()
             self._work_off()
+            now = time.monotonic()
         if self.state.durable.open is None and self.pipeline.idle:
             self.recorder.forget_before(self.state.durable.attempt + 1)
 
@@ -149,8 +158,16 @@ class Daemon:
         for source in (self.wire.trainer, self.wire.operator):
             self.poller.register(source, zmq.POLLIN)
         records = [ev.record_from_json(line) for line in lines]
-        durable = fold(record for record in records if record is not None)
+        known = [record for record in records if record is not None]
+        durable = fold(known)
         self.state = State(durable=durable)
+        self.watch = notices.watch_of(known)
+        self.notifier = Notifier(
+            self.options.channels, self.options.environment, self.options.home, self.log.write
+        )
+        self.attempt_logs = AttemptLogs(
+            self.directory, self.options.logs, known, submit=self._submit, alarm=self._alarm
+        )
         self.recorder.evaluated_step = durable.evaluated_step
         life = os.urandom(8).hex()
         self._remember(ev.SupervisorStarted(life, os.getpid(), platform.node(), __version__))
@@ -175,8 +192,8 @@ class Daemon:
             alarm=self._alarm,
             seen=self.recorder.remember_bandit,
         )
-        for fd in (self.signals.fileno(), self.worker.fileno(), self.housekeeper.fileno()):
-            self.poller.register(fd, zmq.POLLIN)
+        for part in (self.signals, self.worker, self.housekeeper, self.notifier):
+            self.poller.register(part.fileno(), zmq.POLLIN)
         opened = begun.open
         self.log.write(f"supervisor {__version__} owns {self.directory.path.resolve()}")
         self._feed(
@@ -202,7 +219,10 @@ class Daemon:
         self._tell(record)
 
     def _close(self) -> None:
-        for name in ("worker", "housekeeper", "wire", "recorder", "ledger", "journal"):
+        for name in (
+            *("notifier", "worker", "housekeeper", "wire"),
+            *("recorder", "ledger", "journal"),
+        ):
             part = getattr(self, name, None)
             if part is not None:
                 part.close()
@@ -244,6 +264,7 @@ class Daemon:
         for outcome in self.worker.outcomes():
             self._worked(outcome, now)
         self.housekeeper.receive()
+        self.notifier.advance(now)
         messages = self.wire.receive()
         self._pump()
         for message in messages:
@@ -270,6 +291,8 @@ class Daemon:
             self._next_status = now + STATUS_INTERVAL_SECONDS
             self._notice(now)
             self._write_status()
+            self.attempt_logs.look()
+            self.log.look(self._submit)
 
     def _worked(self, outcome: Outcome, now: float) -> None:
         done = self._jobs.pop(outcome.ticket, None)
@@ -420,6 +443,7 @@ class Daemon:
                 effect, self.options.command, self.options.environment, self.options.home
             )
         )
+        self.attempt_logs.spawned(self.attendant.unlogged)
 
     def _adopt(self, pid: int) -> None:
         opened = self.state.durable.open
@@ -460,6 +484,8 @@ class Daemon:
             self.recorder.gauge,
             trouble=self.pipeline.trouble,
             supervisor_pid=os.getpid(),
+            notifications=self.notifier.counts(),
+            logs={"lost_lines": self.log.lost_lines, **self.attempt_logs.counts()},
         )
 
     def _write_status(self, durable: bool = False) -> None:
@@ -480,11 +506,15 @@ class Daemon:
         self.worker.submit(write)
 
     def _tell(self, record: ev.Record) -> None:
-        """Journal records that a person wants to see as they happen."""
+        """Journal records that a person wants to see as they happen, or to be told of."""
+        self.attempt_logs.remember(record)
         words = describe(record)
         if words:
             self.log.write(words)
             self.reporter.say(words)
+        self.watch, notice = notices.judge(self.watch, record)
+        if notice is not None:
+            self.notifier.offer(notices.compose(notice, self.status(), time.time()))
 
 
 def _asked(now: float, verb: str, content: Json) -> ev.Asked:

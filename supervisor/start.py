@@ -23,9 +23,11 @@ from typing import Final
 import click
 
 from supervisor import client, config as config, events as ev
+from supervisor.attempt_logs import DETACHED_OUTPUT, LogRules
+from supervisor.channels import ENV_WEBHOOK, Channel, ChannelError, channels, check
 from supervisor.checkpoints import NoSpace, preflight
 from supervisor.config import ConfigError, Settings
-from supervisor.contract import ExitCode, Json, checkpoint_size_bytes
+from supervisor.contract import LOGS, ExitCode, Json, checkpoint_size_bytes
 from supervisor.daemon import Begin, Daemon, Options
 from supervisor.journal import JournalDamaged, read
 from supervisor.progress import Reporter
@@ -78,6 +80,7 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
     if request.wish != "stop":
         _check_supported(settings)
         _check_trainer(settings)
+        _check_channels(settings, environment)
         _check_space(settings, directory)
     signals = Signals()
     reporter = Reporter()
@@ -125,6 +128,19 @@ def _check_trainer(settings: Settings) -> None:
             "our trainer needs PyTorch, which is not installed here: pip install"
             " 'trainer-supervisor[trainer]' (or set trainer.command to run a program of your own)"
         )
+
+
+def _channels(settings: Settings, environment: Mapping[str, str]) -> tuple[Channel, ...]:
+    alarms = settings.alarms
+    return channels(alarms.notify, alarms.webhook, alarms.webhook_file, environment)
+
+
+def _check_channels(settings: Settings, environment: Mapping[str, str]) -> None:
+    """Now, and not when the run has failed and nobody hears of it."""
+    try:
+        check(_channels(settings, environment), environment.get("PATH"))
+    except ChannelError as error:
+        raise Refused(str(error)) from error
 
 
 def _check_space(settings: Settings, directory: RunDirectory) -> None:
@@ -250,11 +266,13 @@ def _options(
         ),
         run_id=settings.run.id,
         command=command,
-        environment=dict(environment),
+        environment={k: v for k, v in environment.items() if k != ENV_WEBHOOK},
         home=Path.cwd(),
         keep_last=settings.checkpoint.keep_last,
         keep_every=settings.checkpoint.keep_every,
         samples_keep=settings.samples.keep,
+        logs=LogRules(settings.logs.size_bytes, settings.logs.keep),
+        channels=_channels(settings, environment),
     )
 
 
@@ -292,7 +310,7 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
     Raises Refused with what it printed where it ends before that.
     """
     RunDirectory(directory, "run").create()
-    output = directory / "logs" / "supervisor.out"
+    output = directory / LOGS / DETACHED_OUTPUT
     begin = output.stat().st_size if output.exists() else 0
     with output.open("ab") as stream:
         process = subprocess.Popen(

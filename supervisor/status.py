@@ -22,9 +22,17 @@ RUNNING, DEAD, NOT_RUNNING, UNKNOWN = 0, 1, 3, 4
 
 
 def compose(
-    directory: RunDirectory, state: State, gauge: Gauge, *, trouble: str, supervisor_pid: int
+    directory: RunDirectory,
+    state: State,
+    gauge: Gauge,
+    *,
+    trouble: str,
+    supervisor_pid: int,
+    notifications: Json,
+    logs: Json,
 ) -> Json:
-    """Everything `supervisor status` shows. Unknown values are null."""
+    """Everything `supervisor status` shows. Unknown values are null; `notifications` and `logs` are
+    counts of this life of the supervisor."""
     durable = state.durable
     newest = max(durable.on_disk, default=None)
     exit_record = durable.last_exit
@@ -70,6 +78,8 @@ def compose(
             "signal": exit_record.signal if exit_record else None,
         },
         "alarms": alarms,
+        "notifications": notifications,
+        "logs": logs,
         "reason": state.why or durable.reason or None,
     }
 

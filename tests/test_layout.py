@@ -34,7 +34,7 @@ FOR_TRAINERS = {"contract", "config", "curriculum", "coherence", "link"}
 PURE = {
     *("contract", "events", "projection", "bandit", "policy", "curriculum_state", "mixture"),
     *("curriculum", "coherence", "replay", "records", "state", "moves", "pivoting", "requests"),
-    "machine",
+    *("machine", "notices"),
 }
 IMPURE = {
     *("asyncio", "multiprocessing", "os", "pathlib", "random", "secrets", "select", "signal"),
