@@ -153,22 +153,26 @@ class AttemptLogs:
         self._submit = submit
         self._alarm = alarm
         self._busy = False
-        self._attempt = self._swept = 0
+        self._untidy = True  # old logs were not looked at since an attempt ended
+        self._attempt: int | None = None  # the one that prints
         self._failed: tuple[int, ...] = ()
         self._inode: int | None = None
-        self._unlogged = ""  # why the newest attempt prints into nothing, if it does
+        self._unlogged = ""  # why the attempt prints into nothing, if it does
         self._unlogged_attempts = self._dropped_bytes = 0
         for record in records:
             self.remember(record)
 
     def remember(self, record: ev.Record) -> None:
-        """Which attempts there were, and which of them ended badly."""
+        """Which attempt prints, and which ones ended badly."""
         match record:
             case ev.AttemptStarted():
-                self._attempt = record.attempt
                 self._inode, self._unlogged, self._dropped_bytes = None, "", 0
-            case ev.AttemptEnded() if record.cause not in ("finished", "stopped"):
-                self._failed = (*self._failed, record.attempt)[-FAILURES_KEPT:]
+            case ev.AttemptSpawned():
+                self._attempt = record.attempt
+            case ev.AttemptEnded():
+                self._attempt, self._untidy = None, True
+                if record.cause not in ("finished", "stopped"):
+                    self._failed = (*self._failed, record.attempt)[-FAILURES_KEPT:]
 
     def spawned(self, unlogged: str) -> None:
         """The newest attempt's process exists; what it prints goes nowhere, where that says why."""
@@ -179,37 +183,42 @@ class AttemptLogs:
         return {"dropped_bytes": self._dropped_bytes, "unlogged_attempts": self._unlogged_attempts}
 
     def look(self) -> None:
-        """Has the worker look after the newest attempt's log, and once an attempt after all."""
+        """Has the worker look after the log that is being written, and after an end after all."""
         attempt, failed, rules = self._attempt, self._failed, self._rules
-        if self._busy or not attempt:
+        if self._busy or (attempt is None and not self._untidy):
             return
-        log, all_of_them = self._directory.log(attempt), self._swept != attempt
+        log = self._directory.log(attempt) if attempt is not None else None
+        untidy, self._untidy = self._untidy, False
 
-        def work() -> Condition:
-            found = bound(log, rules.size_bytes)
-            if all_of_them:
+        def work() -> Condition | None:
+            if untidy:
                 sweep(self._directory.logs, failed, rules)
-            return found
+            return bound(log, rules.size_bytes) if log is not None else None
 
         def done(outcome: Outcome) -> None:
             self._busy = False
+            self._untidy = self._untidy or (untidy and outcome.error is not None)
             if attempt == self._attempt:  # else another one has begun since
-                self._take(outcome, log)
+                self._alarm(ALARM, self._unlogged or self._judge(outcome, log))
 
         self._busy = True
         self._submit(work, done)
 
-    def _take(self, outcome: Outcome, log: Path) -> None:
-        error = outcome.error
+    def _judge(self, outcome: Outcome, log: Path | None) -> str:
+        """What is wrong with the logs, in words without numbers that change: each new text of an
+        alarm is a record."""
+        error, condition = outcome.error, outcome.result
+        if isinstance(error, FileNotFoundError):
+            return _GONE.format(log=log)
+        if error is not None and error.errno == errno.EOPNOTSUPP:
+            return _NO_HOLES
         if error is not None:
-            self._alarm(ALARM, self._unlogged or _words(log, error))
-            return
-        condition: Condition = outcome.result
-        self._swept = self._attempt
+            return f"{error.filename or log}: {os.strerror(error.errno or errno.EIO)}"
+        if condition is None:
+            return ""
         self._dropped_bytes = condition.dropped_bytes
         self._inode = self._inode or condition.inode
-        gone = "" if condition.inode == self._inode else _GONE.format(log=log)
-        self._alarm(ALARM, self._unlogged or gone)
+        return "" if condition.inode == self._inode else _GONE.format(log=log)
 
 
 _GONE: Final = (
@@ -217,15 +226,6 @@ _GONE: Final = (
     " printed is lost until the next attempt (`supervisor restart` begins one)"
 )
 _NO_HOLES: Final = (
-    "{log} takes more than logs.size_bytes, and this file system cannot give back the middle of a"
-    " file: it grows until the attempt ends"
+    "logs/ holds more than logs.size_bytes allows: this file system cannot give back the middle of"
+    " a file, so the log of an attempt grows until it ends"
 )
-
-
-def _words(log: Path, error: OSError) -> str:
-    """Without numbers that change: each new text of an alarm is a record."""
-    if isinstance(error, FileNotFoundError):
-        return _GONE.format(log=log)
-    if error.errno == errno.EOPNOTSUPP:
-        return _NO_HOLES.format(log=log)
-    return f"{error.filename or log}: {os.strerror(error.errno or errno.EIO)}"

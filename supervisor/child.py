@@ -222,9 +222,7 @@ def _open_log(path: Path) -> tuple[int, str]:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666), ""
     except OSError as error:
-        why = (
-            f"{path}: {error.strerror}: what the trainer prints goes nowhere until the next attempt"
-        )
+        why = f"{path}: {error.strerror}: what this attempt prints goes nowhere"
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), why
 
 

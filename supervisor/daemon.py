@@ -125,6 +125,7 @@ class Daemon:
 
     def _settle(self) -> None:
         """After the last decision: what is under way still gets its moment."""
+        self.attempt_logs.look()
         now = time.monotonic()
         limit = now + SETTLE_SECONDS
         # Somebody waits for the news of how a run ended; who stops it knows, and wants to go on.

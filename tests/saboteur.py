@@ -10,7 +10,8 @@ the step stands in for training. Steps and cadence come from run.toml. Run by th
   line), crashN (leaves with code N without a word), wrong (another loss than last time), gap (skips
   a step), restless (does not wait once it has paused), stray (leaves a process behind that holds
   the lock), and torn:STAGE, a kill inside the publication of this step's checkpoint, for the stages
-  of `checkpoint_kit.publish`.
+  of `checkpoint_kit.publish`. These only print: words (a line, which is not flushed), flood (10 MB
+  without a line end), noise (random bytes), environment (its own), trace (a traceback).
 - SABOTEUR_GATE: a file with a number; training is held at that step until the file says more.
 - SABOTEUR_MUTE: anything; it has no link then and knows only signals.
 - SABOTEUR_PAUSE: how many seconds it waits for the word to exit.
@@ -25,6 +26,8 @@ import subprocess
 import sys
 import time
 import tomllib
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -196,6 +199,8 @@ class Saboteur:
                     signal.pause()
             elif name == "stray":
                 leave_stray(self.life.lock_fd)
+            elif name in OUTPUTS:
+                OUTPUTS[name]()
             elif name.startswith("exit"):
                 code = int(name[4:])
                 message = f"the saboteur leaves with {code}"
@@ -204,6 +209,24 @@ class Saboteur:
             elif name.startswith("crash"):
                 print("the saboteur crashes", file=sys.stderr)
                 os._exit(int(name[5:]))
+
+
+def print_trace() -> None:
+    try:
+        raise ValueError("the first of all troubles")
+    except ValueError:
+        traceback.print_exc()
+
+
+FLOOD = b"x" * 10_000_000
+NOISE_BYTES = 300_000
+OUTPUTS: dict[str, Callable[[], object]] = {
+    "words": lambda: print("words that nobody flushed"),
+    "flood": lambda: sys.stdout.buffer.write(FLOOD),
+    "noise": lambda: sys.stdout.buffer.write(os.urandom(NOISE_BYTES)),
+    "environment": lambda: print(dict(os.environ)),
+    "trace": print_trace,
+}
 
 
 def kill() -> NoReturn:
