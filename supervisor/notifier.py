@@ -191,10 +191,10 @@ class Notifier:
         self._fail(delivery.channel, delivery.event, f"{how}: {words}" if words else how)
 
     def _kill(self, delivery: _Delivery, why: str) -> None:
+        """Its session is killed as at every end, once it is dead and can start nothing more."""
         delivery.killed = why
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(delivery.pidfd, signal.SIGKILL)
-        _kill_session(delivery.process.pid)
 
     # --- what went wrong ---
 

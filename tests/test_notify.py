@@ -599,6 +599,31 @@ def test_the_end_of_a_run_is_told_before_its_supervisor_goes(run: Run) -> None:
     assert run.file_status()["notifications"] == counts(sent=1)
 
 
+def test_a_supervisor_waits_for_a_notifier_that_takes_its_time(run: Run) -> None:
+    run.patch("daemon", "SETTLE_SECONDS", 0.0)
+    gate = run.home / "gate"
+    os.mkfifo(gate)
+    run.set(
+        "alarms", notify=shell('read go < "$1"; cat >> "$0"', str(run.home / "told"), str(gate))
+    )
+    supervisor = run.start()
+    run.wait_for_record("supervisor_ended", phase="finished")
+    wait_until(lambda: opened_for(gate), "a notifier that waits")
+    assert run.end(supervisor) == 0
+    assert told_events(run) == [("finished", None)]
+
+
+def opened_for(gate: Path) -> bool:
+    """Lets whoever reads the gate go on; False where nobody does."""
+    try:
+        descriptor = os.open(gate, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    with open(descriptor, "wb") as pipe:
+        pipe.write(b"go\n")
+    return True
+
+
 def test_nobody_is_told_that_a_run_stopped_as_he_asked(run: Run) -> None:
     supervisor = run.hold(5)
     assert run.supervisor("stop", str(run.directory)).returncode == 0
