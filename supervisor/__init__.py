@@ -17,6 +17,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     1  curriculum.py           which arm the next step trains on
     1  replay.py               what an attempt adds to the history, and what it only proves
     1  patience.py             how long a trainer may make no progress; learned, phase by phase
+    1  notices.py              which facts are worth waking somebody for, and what he is told
     1  state.py                what the lifecycle knows
     1  blame.py                whether a checkpoint is to blame for a row of deaths
     1  causes.py               why an attempt ended, judged from what was seen
@@ -64,11 +65,15 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     4  wire.py                 the two sockets of a supervisor
     4  link.py                 the trainer's side: receipts, requests, the exit record
     4  log.py                  the supervisor's own log
+    4  attempt_logs.py         what becomes of the files that attempts print into
+    4  channels.py             where notifications go, and whether they can
+    4  notifier.py             the one short-lived process that delivers them
+    4  webhook.py              that process, where it POSTs
     4  status.py               the status: composed by its supervisor, judged by its readers
 
     5  progress.py             what a person sees of a run in the foreground
     5  signals.py              signals to the supervisor, as counts that the loop reads
-    5  notify.py               what a service manager is told: ready, alive, ending
+    5  sdnotify.py             what a service manager is told: ready, alive, ending
     5  parentage.py            who started this process: whether signals reach it
     5  attendant.py            the living attempt: its process, its lock, its death
     5  space.py                room on the disk: measured, said, made

@@ -77,6 +77,11 @@ class Attendant:
         """What holds an attempt together: its control group, or its session and its nonce."""
         return "session" if self._parent is None else "cgroup"
 
+    @property
+    def unlogged(self) -> str:
+        """Why what the trainer prints goes nowhere, where it does."""
+        return self._child.unlogged if self._child is not None else ""
+
     def fileno(self) -> int | None:
         """The pidfd: readable when the main process ends."""
         return self._child.pidfd if self._child is not None and not self._told else None

@@ -59,6 +59,7 @@ CHANGES: Final[Mapping[str, str | Mapping[str, str]]] = {
     "hang": OPERATIONAL,
     "stop": OPERATIONAL,
     "alarms": OPERATIONAL,
+    "logs": OPERATIONAL,
 }
 
 # What `resolve` fills in. Left open in a request, these are as they were recorded.

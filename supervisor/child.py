@@ -70,6 +70,7 @@ class Child:
     pidfd: int
     start_ticks: int
     process: Owned | None
+    unlogged: str = ""  # why what it prints goes nowhere, where it does
 
     def poll(self) -> bool:
         """True once the main process has ended (a zombie has)."""
@@ -125,7 +126,7 @@ def spawn(
     child holds the lock.
     """
     procs = str(group.procs) if group is not None else ""
-    log_fd = _open_log(log_path)
+    log_fd, unlogged = _open_log(log_path)
     try:
         process = Owned(
             ["/bin/sh", "-c", _SHIM, "trainer", procs, *command],
@@ -140,15 +141,18 @@ def spawn(
     finally:
         os.close(log_fd)
     pidfd = os.pidfd_open(process.pid)
-    return Child(process.pid, pidfd, proc.start_ticks(process.pid) or 0, process)
+    return Child(process.pid, pidfd, proc.start_ticks(process.pid) or 0, process, unlogged)
 
 
-def _open_log(path: Path) -> int:
-    """Where no log can be made, which on a full disk is so, the trainer runs without one."""
+def _open_log(path: Path) -> tuple[int, str]:
+    """Where a child prints, and why that is nowhere if it is: a log that cannot be written is no
+    reason not to train."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError:
-        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666), ""
+    except OSError as error:
+        why = f"{path}: {error.strerror}: what this attempt prints goes nowhere"
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), why
 
 
 def adopt(

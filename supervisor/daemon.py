@@ -27,9 +27,11 @@ from typing import Final
 import orjson
 import zmq
 
-from supervisor import __version__, contract, events as ev, machine
+from supervisor import __version__, contract, events as ev, machine, notices, vigil
 from supervisor.archive import EpochFiles
+from supervisor.attempt_logs import AttemptLogs, LogRules
 from supervisor.attendant import LOOK_INTERVAL_SECONDS, Attendant
+from supervisor.channels import Channel
 from supervisor.checkpoints import find
 from supervisor.commit import RETRY_SECONDS, Pipeline
 from supervisor.contract import Json
@@ -38,11 +40,12 @@ from supervisor.housekeeping import Housekeeper
 from supervisor.journal import Journal
 from supervisor.ledger import Ledger
 from supervisor.log import Log
-from supervisor.notify import Notifier, ending, status_line
+from supervisor.notifier import LIMIT_SECONDS, Notifier
 from supervisor.orphans import become_subreaper
 from supervisor.progress import Reporter, describe
 from supervisor.recorder import Recorder
 from supervisor.rundir import RunDirectory
+from supervisor.sdnotify import ServiceManager, ending, status_line
 from supervisor.signals import INTERRUPT_WORDS, Signals
 from supervisor.space import Watch
 from supervisor.state import Rules, State, apply, fold
@@ -70,6 +73,8 @@ class Options:
     keep_superseded: int
     samples_keep: int
     disk_headroom_bytes: int
+    logs: LogRules
+    channels: Sequence[Channel] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +95,14 @@ class Daemon:
         options: Options,
         signals: Signals,
         reporter: Reporter,
-        notifier: Notifier,
+        manager: ServiceManager,
     ) -> None:
         self.directory = directory
         self.options = options
         self.signals = signals
         self.reporter = reporter
-        self.notifier = notifier
-        self.log = Log(directory.supervisor_log)
+        self.manager = manager
+        self.log = Log(directory.supervisor_log, options.logs.size_bytes)
         self.attendant = Attendant(directory, self.log)
         self.state = State()
         self._directory_fd = os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -129,14 +134,19 @@ class Daemon:
 
     def _settle(self) -> None:
         """After the last decision: what is under way still gets its moment."""
-        limit = time.monotonic() + SETTLE_SECONDS
-        self.pipeline.try_late(time.monotonic())
-        while time.monotonic() < limit and (
-            self.housekeeper.busy or self._inbox or not self.pipeline.empty
-        ):
+        self.attempt_logs.look()
+        now = time.monotonic()
+        self.pipeline.try_late(now)
+        limit = now + SETTLE_SECONDS
+        # Somebody waits for the news of how a run ended; who stops it knows, and wants to go on.
+        told = limit if self.state.phase == "stopped" else limit + LIMIT_SECONDS
+        while (
+            now < limit and (self.housekeeper.busy or self._inbox or not self.pipeline.empty)
+        ) or (now < told and self.notifier.busy):
             self._wait()
             self._gather()
             self._work_off()
+            now = time.monotonic()
         if self.state.durable.open is None and self.pipeline.idle and not self.pipeline.late:
             self.recorder.forget_before(self.state.durable.attempt + 1)
 
@@ -161,8 +171,16 @@ class Daemon:
         for source in (self.wire.trainer, self.wire.operator):
             self.poller.register(source, zmq.POLLIN)
         records = [ev.record_from_json(line) for line in lines]
-        durable = fold(record for record in records if record is not None)
+        known = [record for record in records if record is not None]
+        durable = fold(known)
         self.state = State(durable=durable)
+        self.watch = notices.watch_of(known)
+        self.notifier = Notifier(
+            self.options.channels, self.options.environment, self.options.home, self.log.write
+        )
+        self.attempt_logs = AttemptLogs(
+            self.directory, self.options.logs, known, submit=self._submit, alarm=self._alarm
+        )
         self.recorder.evaluated_step = durable.evaluated_step
         life = os.urandom(8).hex()
         self._remember(ev.SupervisorStarted(life, os.getpid(), platform.node(), __version__))
@@ -195,8 +213,8 @@ class Daemon:
             reclaim=self._reclaim,
             full=lambda why: self._inbox.append(ev.Full(time.monotonic(), why)),
         )
-        for fd in (self.signals.fileno(), self.worker.fileno(), self.housekeeper.fileno()):
-            self.poller.register(fd, zmq.POLLIN)
+        for part in (self.signals, self.worker, self.housekeeper, self.notifier):
+            self.poller.register(part.fileno(), zmq.POLLIN)
         opened = begun.open
         self.log.write(f"supervisor {__version__} owns {self.directory.path.resolve()}")
         self._feed(
@@ -227,7 +245,10 @@ class Daemon:
         self._tell(record)
 
     def _close(self) -> None:
-        for name in ("worker", "housekeeper", "wire", "recorder", "ledger", "journal"):
+        for name in (
+            *("notifier", "worker", "housekeeper", "wire"),
+            *("recorder", "ledger", "journal"),
+        ):
             part = getattr(self, name, None)
             if part is not None:
                 part.close()
@@ -248,8 +269,8 @@ class Daemon:
             self._pidfd = pidfd
         now = time.monotonic()
         moments = [self._next_status]
-        if self.notifier.due_at is not None:
-            moments.append(self.notifier.due_at)
+        if self.manager.due_at is not None:
+            moments.append(self.manager.due_at)
         if self.state.deadline is not None:
             moments.append(self.state.deadline)
         if self.pipeline.retry_at is not None:
@@ -272,6 +293,7 @@ class Daemon:
         for outcome in self.worker.outcomes():
             self._worked(outcome, now)
         self.housekeeper.receive()
+        self.notifier.advance(now)
         messages = self.wire.receive()
         self._pump()
         for message in messages:
@@ -303,8 +325,10 @@ class Daemon:
             self.space.look(now)
             reserve = self.ledger.reserve_problem or self.journal.reserve_problem
             self._alarm("reserve", str(reserve or ""))
+            self.attempt_logs.look()
+            self.log.look(self._submit)
             self._write_status()
-        self.notifier.beat(now)
+        self.manager.beat(now)
 
     def _heard(self, message: ev.Heard) -> None:
         match message.verb:
@@ -490,6 +514,7 @@ class Daemon:
                 effect, self.options.command, self.options.environment, self.options.home
             )
         )
+        self.attempt_logs.spawned(self.attendant.unlogged)
 
     def _adopt(self, pid: int) -> None:
         opened = self.state.durable.open
@@ -543,6 +568,9 @@ class Daemon:
                 "messages_unheard": self.wire.unheard,
             },
             containment=self.attendant.containment,
+            silence=vigil.silence(self.state, self.options.rules.limits, time.monotonic()),
+            notifications=self.notifier.counts(),
+            logs={"lost_lines": self.log.lost_lines, **self.attempt_logs.counts()},
         )
 
     def _write_status(self, durable: bool = False) -> None:
@@ -550,7 +578,7 @@ class Daemon:
         self.reporter.show(status)
         stopping = self.state.phase == "stopping"
         left = self.state.force_at - time.monotonic() if stopping else None
-        self.notifier.tell(status_line(status, left), ending(self.state))
+        self.manager.tell(status_line(status, left), ending(self.state))
         content = orjson.dumps(status, option=orjson.OPT_INDENT_2) + b"\n"
         path = self.directory.status
 
@@ -566,11 +594,15 @@ class Daemon:
         self.worker.submit_hint(write)
 
     def _tell(self, record: ev.Record) -> None:
-        """Journal records that a person wants to see as they happen."""
+        """Journal records that a person wants to see as they happen, or to be told of."""
+        self.attempt_logs.remember(record)
         words = describe(record)
         if words:
             self.log.write(words)
             self.reporter.say(words)
+        self.watch, notice = notices.judge(self.watch, record)
+        if notice is not None:
+            self.notifier.offer(notices.compose(notice, self.status(), time.time()))
 
 
 def _asked(now: float, verb: str, content: Json) -> ev.Asked:

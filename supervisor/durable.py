@@ -32,6 +32,7 @@ RESERVE_BYTES: Final = 4 * 1024 * 1024
 PREVIEW_BYTES: Final = 200
 _BLOCK_BYTES: Final = 1024 * 1024
 _FALLOC_FL_KEEP_SIZE: Final = 1
+_FALLOC_FL_PUNCH_HOLE: Final = 2
 
 StrPath = str | os.PathLike[str]
 
@@ -124,6 +125,16 @@ def preallocate(descriptor: int, offset: int, size_bytes: int) -> bool:
             return False
         if code != errno.EINTR:
             raise OSError(code, f"cannot reserve {size_bytes} bytes: {os.strerror(code)}")
+
+
+def punch_hole(descriptor: int, offset: int, size_bytes: int) -> None:
+    """Gives back the blocks of [offset, offset + size_bytes), which reads as NULs from then on. The
+    file's size and every other offset stay. Raises OSError, EOPNOTSUPP where there are no holes."""
+    mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+    while _fallocate(descriptor, mode, offset, size_bytes) != 0:
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, f"cannot give back {size_bytes} bytes: {os.strerror(code)}")
 
 
 # os.posix_fallocate would not do: it grows the file, and emulates by writing where unsupported.

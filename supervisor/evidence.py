@@ -14,6 +14,7 @@ from typing import Final
 
 from supervisor import causes, cgroup
 from supervisor.events import Evidence
+from supervisor.tail import printable
 
 VMSTAT: Final = "/proc/vmstat"
 INTERVAL_SECONDS: Final = 10.0
@@ -57,15 +58,16 @@ class Witness:
         return Evidence(words, certain, lost or causes.device_lost(_end_of(log)))
 
     def last_words(self, log: Path) -> str:
-        """The last line of it that says something."""
-        lines = (line.strip() for line in reversed(_end_of(log).split("\n")))
-        return next(filter(None, lines), "")[:WORDS_CHARACTERS]
+        """The last line of it that says something: harmless, as it is shown on terminals and sent
+        away."""
+        lines = (line.strip() for line in reversed(_end_of(log).splitlines()))
+        return printable(next(filter(None, lines), ""))[:WORDS_CHARACTERS]
 
 
 def _end_of(log: Path) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - OUTPUT_BYTES))
-            return file.read().decode("utf-8", "replace")
-    except FileNotFoundError:
-        return ""
+            return file.read(OUTPUT_BYTES).replace(b"\0", b"").decode("utf-8", "replace")
+    except OSError:
+        return ""  # no log, or none that can be read: there are no last words then

@@ -136,6 +136,12 @@ def file_system(path: Path) -> str:
     return kind
 
 
+def attempt_logs(logs: Path) -> dict[int, Path]:
+    """attempt -> its log, of all that are in the directory."""
+    found = ((contract.parse_attempt_stem(path.stem), path) for path in logs.glob("*.log"))
+    return {attempt: path for attempt, path in found if attempt is not None}
+
+
 # --- locks ---
 
 

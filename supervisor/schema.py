@@ -68,6 +68,10 @@ Device = Annotated[
     str,
     Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", description='"auto", "cpu" or "cuda:N"'),
 ]
+Url = Annotated[
+    str,
+    Field(pattern=r"^https?://[!-~]+$", max_length=8192, description="a URL, https://HOST/PATH"),
+]
 
 
 class _Table(BaseModel):
@@ -249,11 +253,34 @@ class Stop(_Table):
 
 
 class Alarms(_Table):
-    """`disk_headroom_bytes`: less free space than this on a disk of the run is an alarm."""
+    """Who is told when a run fails, finishes, is stuck, goes round in circles or raises an alarm
+    that matters. `notify` is a program and its arguments: it gets one JSON object on stdin.
+    `webhook` is a URL that the same object is POSTed to; it is recorded with the other settings, so
+    one with a secret in it belongs in a file of mode 0600, `webhook_file`, or in the environment,
+    SUPERVISOR_WEBHOOK.
 
+    `disk_headroom_bytes`: less free space than this on a disk of the run is an alarm."""
+
+    notify: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^[^\x00]+$", description="text")], ...],
+        Field(strict=False, description="a list of texts, a program and its arguments"),
+    ] = ()
+    webhook: Url | None = None
+    webhook_file: FilePath | None = None
     disk_headroom_bytes: Annotated[
         int, Field(ge=0, lt=2**63, description="an integer of at least 0")
     ] = 1 << 30
+
+
+class Logs(_Table):
+    """What attempts print, and the supervisor's own log. A log that takes more than `size_bytes`
+    loses its middle; of old attempts `keep` logs stay, and those of the first and of the newest
+    failures."""
+
+    size_bytes: Annotated[
+        int, Field(ge=1 << 16, lt=2**63, description="an integer of at least 65536")
+    ] = 64 << 20
+    keep: Count = 50
 
 
 class Settings(_Table):
@@ -272,6 +299,7 @@ class Settings(_Table):
     hang: Hang = Hang()
     stop: Stop = Stop()
     alarms: Alarms = Alarms()
+    logs: Logs = Logs()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -328,6 +356,9 @@ def broken_rules(settings: Settings) -> Iterator[_Broken]:
             restart.delay_seconds,
             f"at most restart.maximum_delay_seconds, {restart.maximum_delay_seconds:g}",
         )
+    if settings.alarms.webhook is not None and settings.alarms.webhook_file is not None:
+        involved = [("alarms", "webhook"), ("alarms", "webhook_file")]
+        yield [*involved], None, "no value, as alarms.webhook_file has one"
     if policy.arms or settings.trainer.command is None:
         yield from _broken_policy_rules(policy)
 

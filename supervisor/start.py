@@ -24,18 +24,20 @@ from typing import Final
 import click
 
 from supervisor import client, config as config, events as ev
+from supervisor.attempt_logs import DETACHED_OUTPUT, LogRules
+from supervisor.channels import ENV_WEBHOOK, Channel, ChannelError, channels, check
 from supervisor.checkpoints import NoSpace, preflight
 from supervisor.config import ConfigError, Settings
-from supervisor.contract import ExitCode, Json, checkpoint_size_bytes
+from supervisor.contract import LOGS, ExitCode, Json, checkpoint_size_bytes
 from supervisor.daemon import Begin, Daemon, Options
 from supervisor.journal import JournalDamaged, read
-from supervisor.notify import VARIABLES, Notifier, without_variables
 from supervisor.parentage import deaf_parent
 from supervisor.patience import Limits
 from supervisor.progress import Reporter, number
 from supervisor.records import RecordBroken
 from supervisor.rows import LedgerDamaged
 from supervisor.rundir import LockHeld, RunDirectory, RunError, take_lock
+from supervisor.sdnotify import VARIABLES, ServiceManager, without_variables
 from supervisor.sidecars import read_samples, read_status
 from supervisor.signals import Signals
 from supervisor.state import Durable, Rules, fold
@@ -95,10 +97,11 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
     if request.wish != "stop":
         _check_supported(settings)
         _check_trainer(settings)
+        _check_channels(settings, environment)
         _check_space(settings, directory)
     signals = Signals()
     reporter = Reporter()
-    notifier = _take_notifier(environment)
+    manager = _service_manager(environment)
     lock_fd = -1
     try:
         directory.create()
@@ -109,7 +112,7 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         options = _options(settings, directory, environment)
         begin = Begin(tuple(records), request.wish, request.id, request.from_scratch, request.pivot)
         inside = directory.enter()
-        daemon = Daemon(inside, options, signals, reporter, notifier)
+        daemon = Daemon(inside, options, signals, reporter, manager)
         if words := deaf_parent(environment):
             daemon.log.write(words)
             reporter.say(f"warning: {words}")
@@ -127,7 +130,7 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         reporter.close()
         if lock_fd >= 0:
             os.close(lock_fd)
-        notifier.close()
+        manager.close()
         signals.close()
 
 
@@ -139,12 +142,12 @@ def _allow_many_clients() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _take_notifier(environment: Mapping[str, str]) -> Notifier:
+def _service_manager(environment: Mapping[str, str]) -> ServiceManager:
     """From here on nothing that we start, the helper process among it, speaks in our name."""
-    notifier = Notifier(environment)
+    manager = ServiceManager(environment)
     for name in VARIABLES:
         os.environ.pop(name, None)
-    return notifier
+    return manager
 
 
 def _check_supported(settings: Settings) -> None:
@@ -167,6 +170,19 @@ def _check_trainer(settings: Settings) -> None:
             "our trainer needs PyTorch, which is not installed here: pip install"
             " 'trainer-supervisor[trainer]' (or set trainer.command to run a program of your own)"
         )
+
+
+def _channels(settings: Settings, environment: Mapping[str, str]) -> tuple[Channel, ...]:
+    alarms = settings.alarms
+    return channels(alarms.notify, alarms.webhook, alarms.webhook_file, environment)
+
+
+def _check_channels(settings: Settings, environment: Mapping[str, str]) -> None:
+    """Now, and not when the run has failed and nobody hears of it."""
+    try:
+        check(_channels(settings, environment), environment.get("PATH"))
+    except ChannelError as error:
+        raise Refused(str(error)) from error
 
 
 def _check_space(settings: Settings, directory: RunDirectory) -> None:
@@ -316,13 +332,19 @@ def _options(
         ),
         run_id=settings.run.id,
         command=command,
-        environment=without_variables(environment),
+        environment={
+            name: value
+            for name, value in without_variables(environment).items()
+            if name != ENV_WEBHOOK
+        },
         home=Path.cwd(),
         keep_last=settings.checkpoint.keep_last,
         keep_every=settings.checkpoint.keep_every,
         keep_superseded=settings.checkpoint.keep_superseded,
         samples_keep=settings.samples.keep,
         disk_headroom_bytes=settings.alarms.disk_headroom_bytes,
+        logs=LogRules(settings.logs.size_bytes, settings.logs.keep),
+        channels=_channels(settings, environment),
     )
 
 
@@ -361,7 +383,7 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
     Raises Refused with what it printed where it ends before that.
     """
     RunDirectory(directory, "run").create()
-    output = directory / "logs" / "supervisor.out"
+    output = directory / LOGS / DETACHED_OUTPUT
     begin = output.stat().st_size if output.exists() else 0
     with output.open("ab") as stream:
         process = subprocess.Popen(

@@ -31,9 +31,13 @@ def compose(
     supervisor_pid: int,
     control: Json,
     containment: str,
+    notifications: Json,
+    logs: Json,
+    silence: Json | None,
 ) -> Json:
-    """Everything `supervisor status` shows. Unknown values are null. `control` counts what this
-    life of the supervisor has had to do with its peers."""
+    """Everything `supervisor status` shows. Unknown values are null. `control`, `notifications` and
+    `logs` count what this life of the supervisor has had to do with its peers; `silence` is how
+    long the trainer has made no progress, and how long it may."""
     durable = state.durable
     newest = max(durable.on_disk, default=None)
     exit_record = durable.last_exit
@@ -72,6 +76,7 @@ def compose(
         },
         "supervisor_pid": supervisor_pid,
         "trainer_pid": state.trainer_pid,
+        "silence": silence,
         "control": control,
         "containment": containment,
         "replay": {
@@ -86,6 +91,8 @@ def compose(
             "message": exit_record.message or None if exit_record else None,
         },
         "alarms": alarms,
+        "notifications": notifications,
+        "logs": logs,
         "reason": state.why or durable.reason or None,
     }
 

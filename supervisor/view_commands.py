@@ -6,12 +6,13 @@ What may live here: reading a run directory and printing it. Nothing here can st
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from supervisor.contract import CHECKPOINTS, LOGS, Json, parse_attempt_stem
+from supervisor.contract import CHECKPOINTS, LOGS, SUPERVISOR_LOG_FILE, Json
 from supervisor.terminal import complain, find, json_option, print_json, run_argument, runs
 
 
@@ -91,7 +92,18 @@ def status_text(status: Json, code: int) -> str:
             f" {replay['diverged_steps']} diverged" + (f" (first: {first})" if first else "")
         )
     lines.extend(f"  ALARM       {alarm['name']}: {alarm['detail']}" for alarm in status["alarms"])
-    return "\n".join(lines)
+    told = status["notifications"]
+    if told["failed"] or told["dropped"]:
+        lines.append(
+            f"  notifier    {told['sent']} notifications delivered, {told['failed']} failed,"
+            f" {told['dropped']} dropped: see supervisor.log"
+        )
+    if status["logs"]["lost_lines"] or status["logs"]["unlogged_attempts"]:
+        lines.append(
+            f"  logs        {status['logs']['lost_lines']} lines of supervisor.log lost,"
+            f" {status['logs']['unlogged_attempts']} attempts without a log"
+        )
+    return printable("\n".join(lines), keep="\n")
 
 
 @click.command(name="list")
@@ -129,8 +141,18 @@ def list_command(as_json: bool) -> int:
 
 @click.command()
 @run_argument
-@click.option("-n", "lines", type=int, default=20, show_default=True, help="Lines from the end.")
-@click.option("-f", "follow", is_flag=True, help="Follow; Ctrl-C leaves the run alone.")
+@click.option(
+    *("-n", "lines"),
+    type=click.IntRange(min=0),
+    default=20,
+    show_default=True,
+    help="Lines from the end.",
+)
+@click.option(
+    *("-f", "follow"),
+    is_flag=True,
+    help="Follow, also into the next attempt; Ctrl-C leaves the run alone.",
+)
 @click.option("--attempt", type=int, default=None, help="Which attempt; the newest by default.")
 @click.option("--supervisor", "own", is_flag=True, help="The supervisor's own log instead.")
 def logs(run: str | None, lines: int, follow: bool, attempt: int | None, own: bool) -> int:
@@ -138,29 +160,58 @@ def logs(run: str | None, lines: int, follow: bool, attempt: int | None, own: bo
     from supervisor.tail import follow as follow_file, last_lines
 
     directory = find(run)
-    path = directory / "supervisor.log" if own else _log_of(directory, attempt)
+    path = _own_log(directory) if own else _log_of(directory, attempt)
     end = path.stat().st_size  # what is written from here on is the follower's
-    click.echo("".join(last_lines(path, lines, end)), nl=False)
+    _write("".join(last_lines(path, lines, end)))
     if follow:
-        for text in follow_file(path, end):
-            click.echo(text, nl=False)
+        goes_on = attempt is None and not own
+        for text in follow_file(path, end, _newest_log(path) if goes_on else None):
+            _write(text)
     return 0
 
 
-def _log_of(directory: Path, attempt: int | None) -> Path:
+def _write(text: str) -> None:
+    """As UTF-8, whatever the terminal's language: what is printed here may be in any."""
+    click.echo(text.encode(), nl=False)
+
+
+def _own_log(directory: Path) -> Path:
     from supervisor.rundir import RunError
 
-    known = {
-        number: path
-        for path in (directory / LOGS).glob("*.log")
-        if (number := parse_attempt_stem(path.stem)) is not None
-    }
+    path = directory / SUPERVISOR_LOG_FILE
+    if not path.is_file():
+        raise RunError(f"{path}: no such file; the supervisor writes it anew when it next runs")
+    return path
+
+
+def _log_of(directory: Path, attempt: int | None) -> Path:
+    from supervisor.rundir import RunError, attempt_logs
+
+    known = attempt_logs(directory / LOGS)
     if not known:
-        raise RunError(f"{directory}: no attempt has run yet")
+        raise RunError(f"{directory}: there is no log of an attempt")
     chosen = max(known) if attempt is None else attempt
     if chosen not in known:
-        raise RunError(f"{directory}: no attempt {chosen}; there are {sorted(known)}")
+        raise RunError(f"{directory}: no log of attempt {chosen}; there are {sorted(known)}")
     return known[chosen]
+
+
+def _newest_log(shown: Path) -> Callable[[], Path]:
+    """Which log to follow: a newer attempt's once there is one, which is said."""
+    from supervisor.rundir import attempt_logs
+
+    current = shown
+
+    def newest() -> Path:
+        nonlocal current
+        logs = attempt_logs(shown.parent)
+        wanted = logs[max(logs)] if logs else current
+        if wanted != current:
+            complain(f"attempt {max(logs)} begins", 0)
+            current = wanted
+        return wanted
+
+    return newest
 
 
 @click.command()

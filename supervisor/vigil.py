@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from supervisor import events as ev, moves
 from supervisor.contract import Json, attempt_stem
-from supervisor.patience import Patience
+from supervisor.patience import Limits, Patience
 from supervisor.state import State, Turn
 
 
@@ -56,6 +56,11 @@ def watch(turn: Turn, event: ev.Ticked) -> None:
         turn.append(ev.Alarmed("hang", detail))
         turn.set(why=detail)
         moves.begin_stop(turn, "hang")
+
+
+def silence(state: State, limits: Limits, now: float) -> Json | None:
+    """For the status; None where nobody is waited for."""
+    return state.patience.to_json(limits, now) if _watched(state) else None
 
 
 def rearm(turn: Turn) -> None:

@@ -19,7 +19,8 @@ the step stands in for training. Steps and cadence come from run.toml. Run by th
   no progress any more; `stalled@STEP` is stuck in the save of that step. workers: it has two
   processes of its own session without which it cannot train; chatty: prints a thousand lines;
   hijack: lets a library have SIGUSR1; unsignalled: no signal reaches it; linger: waits while the
-  file SABOTEUR_HOLD.end is there.
+  file SABOTEUR_HOLD.end is there. These only print: words (a line, which is not flushed), flood
+  (10 MB without a line end), noise (random bytes), environment (its own), trace (a traceback).
 - SABOTEUR_GATE: a file with a number; training is held at that step until the file says more.
 - SABOTEUR_HOLD: a file; while it is there, a save waits before its checkpoint is written.
 - SABOTEUR_CGROUP: a cgroup.procs; it moves itself there before it loads.
@@ -41,6 +42,8 @@ import sys
 import threading
 import time
 import tomllib
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, NoReturn
@@ -257,6 +260,8 @@ class Saboteur:
                     print(f"step {self.step}, line {line}")
             elif name == "linger":
                 hold("lingers", ".end")
+            elif name in OUTPUTS:
+                OUTPUTS[name]()
             elif name.startswith("exit"):
                 code = int(name[4:])
                 message = f"the saboteur leaves with {code}"
@@ -304,6 +309,24 @@ HANGS: Final = {
     "seeming": seem_alive,
     "block": block,
     "frozen": stop,
+}
+
+
+def print_trace() -> None:
+    try:
+        raise ValueError("the first of all troubles")
+    except ValueError:
+        traceback.print_exc()
+
+
+FLOOD = b"x" * 10_000_000
+NOISE_BYTES = 300_000
+OUTPUTS: dict[str, Callable[[], object]] = {
+    "words": lambda: print("words that nobody flushed"),
+    "flood": lambda: sys.stdout.buffer.write(FLOOD),
+    "noise": lambda: sys.stdout.buffer.write(os.urandom(NOISE_BYTES)),
+    "environment": lambda: print(dict(os.environ)),
+    "trace": print_trace,
 }
 
 

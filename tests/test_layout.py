@@ -34,7 +34,7 @@ FOR_TRAINERS = {"contract", "config", "curriculum", "coherence", "link"}
 PURE = {
     *("foreign", "contract", "events", "projection", "bandit", "policy", "curriculum_state"),
     *("mixture", "curriculum", "coherence", "replay", "records", "state", "moves", "pivoting"),
-    *("requests", "machine", "patience", "blame", "causes", "vigil", "shortage"),
+    *("requests", "machine", "patience", "blame", "causes", "vigil", "shortage", "notices"),
 }
 IMPURE = {
     *("asyncio", "multiprocessing", "os", "pathlib", "random", "secrets", "select", "signal"),

@@ -57,7 +57,7 @@ def test_last_lines_end_where_they_are_told(tmp_path: Path) -> None:
 def test_bytes_of_any_kind_are_read(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"\xff\xfe ok\n\x07\r\n")
-    assert last_lines(path, 9) == ["�� ok\n", "��\n"]
+    assert last_lines(path, 9) == ["�� ok\n", "�\n"]
 
 
 def test_following_begins_where_the_last_lines_ended(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_lines_that_are_lost_are_counted(tmp_path: Path) -> None:
     log.close()
     text = (tmp_path / "later" / "log").read_text()
     assert text.endswith("found (3 lines before this one were lost)\n")
-    assert log.lost_lines == 0
+    assert log.lost_lines == 3, "the total stays"
 
 
 def test_a_rotated_log_is_begun_anew(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import io
 import os
 import secrets
 import signal
@@ -26,7 +27,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 import orjson
 
@@ -102,7 +103,31 @@ def _supervised(parser: argparse.ArgumentParser, directory: Path, save_at: Colle
 
         return config.load(life.settings_file or directory / contract.RUN_FILE)
 
-    return _live(life, settings, save_at)
+    with contextlib.redirect_stderr(_Heedless(sys.stderr)):
+        return _live(life, settings, save_at)
+
+
+class _Heedless(io.TextIOBase):
+    """A stream into a log on a disk that may be full: a line that it does not take is lost, which
+    is no reason to lose the life that wanted to say it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
 
 
 def _alone(arguments: argparse.Namespace) -> int:

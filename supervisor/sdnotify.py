@@ -53,7 +53,7 @@ def status_line(status: Json, seconds_left: float | None) -> str:
     return ", ".join(parts)[:LINE_CHARACTERS]
 
 
-class Notifier:
+class ServiceManager:
     """Silent where nobody has asked to be told. `due_at` is when the loop must wake for it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:

@@ -16,10 +16,10 @@ from typing import Final
 import pytest
 from runs_kit import DEADLINE_SECONDS, Run, kill, wait_for_end, wait_until
 
-from supervisor import contract, notify, parentage
+from supervisor import contract, parentage, sdnotify
 from supervisor.contract import Json
-from supervisor.notify import EXTENSION_SECONDS, Notifier, ending, status_line
 from supervisor.rundir import lock_holder
+from supervisor.sdnotify import EXTENSION_SECONDS, ServiceManager, ending, status_line
 from supervisor.state import Durable, State
 
 READY: Final = "READY=1"
@@ -101,7 +101,7 @@ def run(tmp_path: Path, systemd: Manager) -> Iterator[Run]:
 
 
 def test_what_is_new_is_said_and_nothing_twice(manager: Manager) -> None:
-    with contextlib.closing(Notifier(manager.environment())) as notifier:
+    with contextlib.closing(ServiceManager(manager.environment())) as notifier:
         notifier.tell("loading", False)
         assert manager.listen() == [[READY, "STATUS=loading"]]
         notifier.tell("loading", False)
@@ -121,7 +121,7 @@ def test_sv47_the_watchdog_is_fed_twice_an_interval_and_once_after_a_sleep(
 ) -> None:
     """A watchdog bit when a machine woke up, and a clock set back hung other supervisors
     (systemd #20284, #9538, Supervisor #1043, #802, #281)."""
-    with contextlib.closing(Notifier(systemd.environment(120.0))) as notifier:
+    with contextlib.closing(ServiceManager(systemd.environment(120.0))) as notifier:
         now, beats = 1000.0, []
         for _ in range(10):
             notifier.beat(now)
@@ -138,7 +138,7 @@ def test_sv47_the_watchdog_is_fed_twice_an_interval_and_once_after_a_sleep(
 
 
 def test_the_loop_wakes_for_the_watchdog_no_more_often_than_needed(systemd: Manager) -> None:
-    with contextlib.closing(Notifier(systemd.environment(120.0))) as notifier:
+    with contextlib.closing(ServiceManager(systemd.environment(120.0))) as notifier:
         now, wakes = 0.0, 0
         while now < 36_000.0:
             assert notifier.due_at is not None
@@ -162,7 +162,7 @@ def test_the_loop_wakes_for_the_watchdog_no_more_often_than_needed(systemd: Mana
 def test_a_watchdog_that_is_not_ours_is_not_fed(
     systemd: Manager, environment: dict[str, str]
 ) -> None:
-    with contextlib.closing(Notifier({**systemd.environment(), **environment})) as notifier:
+    with contextlib.closing(ServiceManager({**systemd.environment(), **environment})) as notifier:
         notifier.beat(1.0)
         assert notifier.due_at is None
         assert systemd.listen() == []
@@ -170,7 +170,7 @@ def test_a_watchdog_that_is_not_ours_is_not_fed(
 
 def test_our_own_watchdog_is_fed(systemd: Manager) -> None:
     ours = systemd.environment(1.0, WATCHDOG_PID=str(os.getpid()))
-    with contextlib.closing(Notifier(ours)) as notifier:
+    with contextlib.closing(ServiceManager(ours)) as notifier:
         notifier.beat(1.0)
         assert systemd.listen() == [[BEAT]]
 
@@ -181,7 +181,7 @@ def test_our_own_watchdog_is_fed(systemd: Manager) -> None:
     ids=str,
 )
 def test_without_a_service_manager_nothing_is_said(environment: dict[str, str]) -> None:
-    notifier = Notifier({**environment, "WATCHDOG_USEC": "1000000"})
+    notifier = ServiceManager({**environment, "WATCHDOG_USEC": "1000000"})
     notifier.tell("running", True)
     notifier.beat(1.0)
     assert notifier.due_at is None
@@ -201,11 +201,11 @@ def fill(manager: Manager) -> None:
 def test_a_service_manager_that_does_not_read_costs_nothing_and_hears_the_newest(
     systemd: Manager,
 ) -> None:
-    with contextlib.closing(Notifier(systemd.environment(2.0))) as notifier:
+    with contextlib.closing(ServiceManager(systemd.environment(2.0))) as notifier:
         fill(systemd)
         notifier.tell("step 1", False)
         notifier.beat(5.0)
-        assert notifier.due_at == 5.0 + notify.RETRY_SECONDS
+        assert notifier.due_at == 5.0 + sdnotify.RETRY_SECONDS
         systemd.listen()
         notifier.tell("step 2", False)
         notifier.beat(5.25)
@@ -215,7 +215,7 @@ def test_a_service_manager_that_does_not_read_costs_nothing_and_hears_the_newest
 def test_a_service_manager_that_has_gone_costs_nothing(tmp_path: Path) -> None:
     gone = str(tmp_path / "notify")
     with contextlib.closing(Manager(gone)) as manager:
-        notifier = Notifier(manager.environment(2.0))
+        notifier = ServiceManager(manager.environment(2.0))
         notifier.tell("step 1", False)
         assert manager.listen() == [[READY, "STATUS=step 1"]]
     os.unlink(gone)
@@ -265,7 +265,7 @@ def test_the_status_is_one_line(changes: Json, left: float | None, line: str) ->
 
 def test_a_long_reason_is_cut() -> None:
     line = status_line({**STATUS, "phase": "stuck", "reason": "x" * 5000}, None)
-    assert len(line) == notify.LINE_CHARACTERS
+    assert len(line) == sdnotify.LINE_CHARACTERS
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_sv77_a_run_is_told_from_ready_to_its_end_and_no_child_can_speak(
     assert len(children) == 2, "the trainer and the helper"
     for pid in children:
         names = {item.split(b"=")[0].decode() for item in environ(pid).split(b"\0")}
-        assert not names & set(notify.VARIABLES)
+        assert not names & set(sdnotify.VARIABLES)
         assert "SUPERVISOR_RUNS" in names, "everything else is there"
     assert run.ask("restart").outcome == "done"
     assert STOPPING not in systemd.lines(), "a restart stops a trainer, and is not the end"
