@@ -321,6 +321,20 @@ GROUPS: Final[dict[str, dict[str, Case]]] = {
             "wandb #6728, #1040; tensorboard #3732; tensorboardX #185",
         ),
     },
+    "Field cases: full disks": {
+        "FC-08": Case(
+            "a full disk cut off the only good checkpoint, and a fix changed its mode",
+            "NVIDIA/NVFlare PR 5011",
+        ),
+        "FC-16": Case(
+            "a save that failed was thought to be there, and later ones were skipped",
+            "AI-Hypercomputer/maxtext PR 5260",
+        ),
+        "FC-22": Case(
+            "a disk that was full at the last save ended a long run",
+            "bghira/SimpleTuner #2353; open-mmlab/mmdetection #12069",
+        ),
+    },
     "Field cases: signals, preemption, processes": {
         "FC-66": Case(
             "a launcher killed after 30 s, and a save takes longer than that",
