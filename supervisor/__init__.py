@@ -25,6 +25,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     1  vigil.py                what silence leads to: evidence, then an end
     1  pivoting.py             a change of policy as one transaction, decided
     1  requests.py             what an operator's request leads to
+    1  saving.py               a checkpoint from the news of it to its proof
     1  shortage.py             what a disk that is full or broken leads to
     1  machine.py              the lifecycle: decide(state, event), apply(record); no clock, no file
 
@@ -78,6 +79,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     5  attendant.py            the living attempt: its process, its lock, its death
     5  space.py                room on the disk: measured, said, made
     5  housekeeping.py         the errands to the helper process
+    5  options.py              what one life of the supervisor is given to begin with
     5  daemon.py               the one loop: wait, gather events, decide, make durable, act
     5  client.py               one operator request and its reply
 

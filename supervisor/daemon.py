@@ -19,8 +19,8 @@ import platform
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -29,9 +29,8 @@ import zmq
 
 from supervisor import __version__, contract, events as ev, machine, notices, vigil
 from supervisor.archive import EpochFiles
-from supervisor.attempt_logs import AttemptLogs, LogRules
+from supervisor.attempt_logs import AttemptLogs
 from supervisor.attendant import LOOK_INTERVAL_SECONDS, Attendant
-from supervisor.channels import Channel
 from supervisor.checkpoints import find
 from supervisor.commit import RETRY_SECONDS, Pipeline
 from supervisor.contract import Json
@@ -41,6 +40,7 @@ from supervisor.journal import Journal
 from supervisor.ledger import Ledger
 from supervisor.log import Log
 from supervisor.notifier import LIMIT_SECONDS, Notifier
+from supervisor.options import Begin, Options
 from supervisor.orphans import become_subreaper
 from supervisor.progress import Reporter, describe
 from supervisor.recorder import Recorder
@@ -48,7 +48,7 @@ from supervisor.rundir import RunDirectory
 from supervisor.sdnotify import ServiceManager, ending, status_line
 from supervisor.signals import INTERRUPT_WORDS, Signals
 from supervisor.space import Watch
-from supervisor.state import Rules, State, apply, fold
+from supervisor.state import State, apply, fold
 from supervisor.status import compose
 from supervisor.wire import FromOperator, FromTrainer, Wire
 from supervisor.worker import Job, Outcome, Worker
@@ -56,36 +56,6 @@ from supervisor.worker import Job, Outcome, Worker
 RECEIPT_INTERVAL_SECONDS: Final = 0.25
 STATUS_INTERVAL_SECONDS: Final = 1.0
 SETTLE_SECONDS: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the daemon needs of the settings, already checked. `home` is where the command runs:
-    relative paths of the settings begin there."""
-
-    rules: Rules
-    run_id: str
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    home: Path
-    keep_last: int
-    keep_every: int
-    keep_superseded: int
-    samples_keep: int
-    disk_headroom_bytes: int
-    logs: LogRules
-    channels: Sequence[Channel] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """How this life begins: records to journal first, and what the operator wants."""
-
-    records: tuple[ev.Record, ...]
-    wish: str | None
-    request: str
-    from_scratch: bool
-    pivot: Json | None = None
 
 
 class Daemon:

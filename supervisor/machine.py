@@ -11,13 +11,12 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from supervisor import blame, events as ev, moves, pivoting, requests, shortage, vigil
+from supervisor import blame, events as ev, moves, pivoting, requests, saving, shortage, vigil
 from supervisor.causes import explain, judge
-from supervisor.contract import Json
 from supervisor.state import PHASES, PLANNED, Impossible, Rules, State, Turn
 
 Handler = Callable[[Turn, ev.Event], None]
@@ -200,7 +199,7 @@ def _heard(turn: Turn, event: ev.Event) -> None:
         case "seen":
             _seen(turn, content["id"])
         case "saved":
-            _saved(turn, content)
+            saving.saved(turn, content)
         case "unsaved":
             shortage.unsaved(turn, content)
         case "paused":
@@ -216,7 +215,7 @@ def _heard_late(turn: Turn, event: ev.Event) -> None:
     """After a death: what it had said before about a checkpoint counts, the rest is over."""
     assert isinstance(event, ev.Heard)
     if turn.state.stage == "reaping" and event.verb == "saved":
-        _saved(turn, event.content)
+        saving.saved(turn, event.content)
 
 
 def _recorded(turn: Turn, event: ev.Event) -> None:
@@ -242,59 +241,6 @@ def _seen(turn: Turn, id: str) -> None:
     )
     if id == moves.stop_id(turn) and turn.state.escalation == "asked":
         turn.set(escalation="seen")
-
-
-def _saved(turn: Turn, content: Json) -> None:
-    step = content["step"]
-    turn.set(step=max(turn.state.step, step))
-    moves.commit(
-        turn,
-        step,
-        turn.state.durable.attempt,
-        content["reason"],
-        tuple(str(item) for item in content["requests"]),
-        content["digest"],
-    )
-    moves.verify(turn, step)
-    _answer_checkpoints(turn, step, content["reason"], content["requests"])
-
-
-def _answer_checkpoints(turn: Turn, step: int, reason: str, named: Sequence[str]) -> None:
-    """Requests that the trainer named are answered; so is one that was never seen and went out as
-    a signal, which carries no name, if somebody asked for this checkpoint at all."""
-    waiting = turn.state.checkpoints
-    unnamed = reason != "cadence"
-    answered = [
-        request
-        for request in waiting
-        if request.id in named or (unnamed and request.sent_at is not None and not request.seen)
-    ]
-    turn.set(checkpoints=tuple(request for request in waiting if request not in answered))
-    for request in answered:
-        if request.operator:
-            turn.answer(request.id, "checkpoint", "done", step=step)
-
-
-def _noticed(turn: Turn, event: ev.Event) -> None:
-    assert isinstance(event, ev.Noticed)
-    moves.verify(turn, event.step)
-
-
-def _verified(turn: Turn, event: ev.Event) -> None:
-    assert isinstance(event, ev.Verified)
-    turn.set(verifying=turn.state.verifying - {event.step})
-    if event.problem:
-        turn.append(ev.CheckpointQuarantined(event.step, event.problem, event.moved_to))
-        turn.append(ev.Alarmed("checkpoint_quarantined", f"step {event.step}: {event.problem}"))
-        return
-    told = event.step in turn.state.durable.on_disk
-    moves.commit(turn, event.step, event.attempt, event.reason, event.requests, event.binary_digest)
-    turn.append(ev.CheckpointVerified(event.step, event.sha256))
-    if not told:  # no message has, so this is the answer to whoever waits for one
-        _answer_checkpoints(turn, event.step, event.reason, event.requests)
-        moves.rearm(turn)
-    if turn.state.stage != "selecting":  # what to resume from is being looked for among them
-        turn.do(ev.Retain(newest_verified=max(turn.state.durable.verified)))
 
 
 def _broken(turn: Turn, event: ev.Event) -> None:
@@ -386,9 +332,9 @@ def _ended_already(turn: Turn, event: ev.Event) -> None:
 
 
 _ANYWHERE: Final[dict[type, Handler]] = {
-    ev.Verified: _verified,
+    ev.Verified: saving.verified,
     ev.Removed: shortage.removed,
-    ev.Noticed: _noticed,
+    ev.Noticed: saving.noticed,
     ev.Full: shortage.full,
 }
 _TERMINAL_ROW: Final[dict[type, Handler]] = {

@@ -29,8 +29,9 @@ from supervisor.channels import ENV_WEBHOOK, Channel, ChannelError, channels, ch
 from supervisor.checkpoints import NoSpace, preflight
 from supervisor.config import ConfigError, Settings
 from supervisor.contract import LOGS, ExitCode, Json, checkpoint_size_bytes
-from supervisor.daemon import Begin, Daemon, Options
+from supervisor.daemon import Daemon
 from supervisor.journal import JournalDamaged, read
+from supervisor.options import Begin, Options
 from supervisor.parentage import deaf_parent
 from supervisor.patience import Limits
 from supervisor.progress import Reporter, number

@@ -26,7 +26,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 LINES_MAX = 450
 # Read as one thing each: the vocabulary as a table, the loop from waiting to acting.
-LONGER = {"supervisor/contract.py": 800, "supervisor/daemon.py": 600, "supervisor/machine.py": 500}
+LONGER = {"supervisor/contract.py": 800, "supervisor/daemon.py": 600}
 
 # What a trainer may import of the supervisor; what these import comes with them.
 FOR_TRAINERS = {"contract", "config", "curriculum", "coherence", "link"}
@@ -34,7 +34,17 @@ FOR_TRAINERS = {"contract", "config", "curriculum", "coherence", "link"}
 PURE = {
     *("foreign", "contract", "events", "projection", "bandit", "policy", "curriculum_state"),
     *("mixture", "curriculum", "coherence", "replay", "records", "state", "moves", "pivoting"),
-    *("requests", "machine", "patience", "blame", "causes", "vigil", "shortage", "notices"),
+    *(
+        "requests",
+        "machine",
+        "patience",
+        "blame",
+        "causes",
+        "vigil",
+        "shortage",
+        "saving",
+        "notices",
+    ),
 }
 IMPURE = {
     *("asyncio", "multiprocessing", "os", "pathlib", "random", "secrets", "select", "signal"),
