@@ -43,7 +43,7 @@ def verdict(durable: Durable, step: int) -> str:
 
 def pattern(durable: Durable) -> str:
     """What the deaths since the last progress have in common, for the message of giving up."""
-    ends = Counter(died_at for _, died_at in durable.blamed)
+    ends = Counter(died_at for _, died_at in durable.blamed if died_at)
     died_at, count = max(ends.items(), key=lambda item: (item[1], -item[0]), default=(0, 0))
     if count < DEATHS:
         return ""

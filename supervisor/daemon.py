@@ -55,6 +55,7 @@ from supervisor.worker import Job, Outcome, Worker
 
 RECEIPT_INTERVAL_SECONDS: Final = 0.25
 STATUS_INTERVAL_SECONDS: Final = 1.0
+LOGS_INTERVAL_SECONDS: Final = 5.0
 SETTLE_SECONDS: Final = 10.0
 
 
@@ -80,7 +81,7 @@ class Daemon:
         self._merging = False
         self._jobs: dict[int, Callable[[Outcome], None]] = {}
         self._saved: list[ev.Heard] = []
-        self._next_status = 0.0
+        self._next_status = self._next_look = 0.0
         self._wake_ups = 0
         self._exit: ev.Exit | None = None
         self._pidfd: int | None = None
@@ -149,7 +150,7 @@ class Daemon:
             self.options.channels, self.options.environment, self.options.home, self.log.write
         )
         self.attempt_logs = AttemptLogs(
-            self.directory, self.options.logs, known, submit=self._submit, alarm=self._alarm
+            self.directory, self.options.logs, known, submit=self._look, alarm=self._alarm
         )
         self.recorder.evaluated_step = durable.evaluated_step
         life = os.urandom(8).hex()
@@ -178,7 +179,7 @@ class Daemon:
         self.space = Watch(
             self.directory,
             self.options.disk_headroom_bytes,
-            submit=self._submit,
+            submit=self._look,
             alarm=self._alarm,
             reclaim=self._reclaim,
             full=lambda why: self._inbox.append(ev.Full(time.monotonic(), why)),
@@ -295,8 +296,10 @@ class Daemon:
             self.space.look(now)
             reserve = self.ledger.reserve_problem or self.journal.reserve_problem
             self._alarm("reserve", str(reserve or ""))
-            self.attempt_logs.look()
-            self.log.look(self._submit)
+            if now >= self._next_look:
+                self._next_look = now + LOGS_INTERVAL_SECONDS
+                self.attempt_logs.look()
+                self.log.look(self._look)
             self._write_status()
         self.manager.beat(now)
 
@@ -322,6 +325,10 @@ class Daemon:
 
     def _submit(self, job: Job, done: Callable[[Outcome], None]) -> None:
         self._jobs[self.worker.submit(job)] = done
+
+    def _look(self, job: Job, done: Callable[[Outcome], None]) -> None:
+        """Something to see now and then, whose answer has time until the loop wakes up anyhow."""
+        self._jobs[self.worker.submit(job, wakes=False)] = done
 
     def _gather_signals(self) -> None:
         for asked in self.signals.requests(time.monotonic(), self.state.life):

@@ -40,6 +40,7 @@ from supervisor.receipt_file import ReceiptFile
 
 STEP_MESSAGE_INTERVAL_SECONDS: Final = 0.05
 PAUSED_INTERVAL_SECONDS: Final = 1.0
+PHASE_INTERVAL_SECONDS: Final = 1.0  # for a supervisor that has come since, and heard nothing
 RETRY_SECONDS: Final = 1.0
 LAST_TRIES: Final = 5
 
@@ -77,6 +78,8 @@ class Link:
         self._owed: dict[str, dict[str, Any]] = {}  # verb -> content, until the wire has taken it
         self._last_step_message = 0.0
         self._step = life.resume_step or 0
+        self._phase: dict[str, Any] = {}
+        self._phase_told = 0.0
         self._checkpoints: dict[str, str] = {}
         self._stop: dict[str, str] = {}
         self._pause: str | None = None
@@ -300,6 +303,8 @@ class Link:
             return
         for verb, content in list(self._owed.items()):
             self._say(verb, content)
+        if self._phase and time.monotonic() - self._phase_told >= PHASE_INTERVAL_SECONDS:
+            self._tell_phase()
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             frame = self._socket.recv(zmq.NOBLOCK)
             try:
@@ -352,7 +357,12 @@ class Link:
 
     def phase(self, phase: str, deadline_seconds: float | None = None) -> None:
         """Announces a phase of contract.TRAINER_PHASES; a long one gives a hint of its limit."""
-        self._send("phase", phase=phase, step=self._step, deadline_seconds=deadline_seconds)
+        self._phase = {"phase": phase, "deadline_seconds": deadline_seconds}
+        self._tell_phase()
+
+    def _tell_phase(self) -> None:
+        self._phase_told = time.monotonic()
+        self._send("phase", step=self._step, **self._phase)
 
     def saved(
         self, step: int, digest: str, reason: str, requests: tuple[str, ...], seconds: float

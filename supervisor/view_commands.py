@@ -92,13 +92,14 @@ def status_text(status: Json, code: int) -> str:
             f" {replay['diverged_steps']} diverged" + (f" (first: {first})" if first else "")
         )
     lines.extend(f"  ALARM       {alarm['name']}: {alarm['detail']}" for alarm in status["alarms"])
-    told = status["notifications"]
-    if told["failed"] or told["dropped"]:
+    told = status.get("notifications") or {}
+    if told.get("failed") or told.get("dropped"):
         lines.append(
             f"  notifier    {told['sent']} notifications delivered, {told['failed']} failed,"
             f" {told['dropped']} dropped: see supervisor.log"
         )
-    if status["logs"]["lost_lines"] or status["logs"]["unlogged_attempts"]:
+    logs = status.get("logs") or {}
+    if logs.get("lost_lines") or logs.get("unlogged_attempts"):
         lines.append(
             f"  logs        {status['logs']['lost_lines']} lines of supervisor.log lost,"
             f" {status['logs']['unlogged_attempts']} attempts without a log"

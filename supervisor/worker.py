@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -31,7 +32,7 @@ class Outcome:
 
 class Worker:
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[int | None, Job] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[int | None, Job, bool] | None] = queue.SimpleQueue()
         self._outcomes: deque[Outcome | BaseException] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._tickets = 0
@@ -42,21 +43,20 @@ class Worker:
         """Readable once an outcome is waiting."""
         return self._wake_fd
 
-    def submit(self, job: Job) -> int:
+    def submit(self, job: Job, wakes: bool = True) -> int:
+        """Its ticket. Without `wakes` its outcome waits until something else wakes the loop."""
         self._tickets += 1
-        self._jobs.put((self._tickets, job))
+        self._jobs.put((self._tickets, job, wakes))
         return self._tickets
 
     def submit_hint(self, job: Job) -> None:
         """A job whose end nobody waits for, success or failure: it wakes nobody up."""
-        self._jobs.put((None, job))
+        self._jobs.put((None, job, False))
 
     def outcomes(self) -> list[Outcome]:
         """Every job that has ended since. Re-raises what only a bug can raise."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            return []
         found = []
         while self._outcomes:
             outcome = self._outcomes.popleft()
@@ -73,7 +73,7 @@ class Worker:
 
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None:
-            ticket, job = item
+            ticket, job, wakes = item
             try:
                 outcome = Outcome(ticket or 0, job(), None)
             except OSError as error:
@@ -85,4 +85,5 @@ class Worker:
                 return
             if ticket is not None:
                 self._outcomes.append(outcome)
-                os.eventfd_write(self._wake_fd, 1)
+                if wakes:
+                    os.eventfd_write(self._wake_fd, 1)

@@ -700,7 +700,8 @@ def test_a_signal_has_the_log_begun_anew(run: Run) -> None:
     supervisor = run.hold(5)
     own.rename(own.with_name("moved"))
     supervisor.send_signal(signal.SIGHUP)
-    assert run.ask("checkpoint").outcome == "done"
+    reply = run.ask("checkpoint", at="now")
+    assert reply.outcome == "done", reply.why
     wait_until(own.exists, "a log with the new fact")
     assert "checkpoint at step 5 (operator)" in own.read_text()
     run.open_gate()

@@ -575,9 +575,9 @@ def test_an_epoch_that_goes_on_loses_nothing(desk: Desk) -> None:
 
 def test_of_mixed_samples_those_of_the_ruling_epoch_stay(desk: Desk) -> None:
     rows = [
-        {"step": 3, "epoch": 1, "text": "old"},
-        {"step": 4, "text": "of a version that did not say so"},
-        {"step": 5, "epoch": 2, "text": "new"},
+        {"step": 3, "epoch": 1, "prompt": "p", "text": "old"},
+        {"step": 4, "prompt": "p", "text": "of a version that did not say so"},
+        {"step": 5, "epoch": 2, "prompt": "p", "text": "new"},
     ]
     desk.directory.samples.write_text(json.dumps(rows))
     desk.reopen()

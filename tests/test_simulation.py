@@ -30,6 +30,8 @@ Cell = tuple[str, str]
 
 # Handled, and yet next to no schedule leads there, or none at all.
 UNREACHED: Final[dict[Cell, str]] = {
+    ("stuck", "Died"): "what could not be killed has to end in the few seconds before this life is"
+    " over",
     ("failed", "Noticed"): "what ended by itself is not looked at any more, and what was killed has"
     " been looked at since; it takes a machine that pauses at the wrong moment",
     ("finished", "Noticed"): "what was noticed is decided on before the selection is asked for",

@@ -460,6 +460,8 @@ OTHER_SETTINGS: Json = {
     "trainer.precision": "bfloat16",
     "trainer.command": ["./train"],
     "model.preset": "andrea-12m",
+    "alarms.webhook": "https://example.org/other",
+    "alarms.webhook_file": "/tmp/other.url",
     "model.vocabulary": 256,
     "model.width": 32,
     "training.schedule": "cosine",

@@ -419,9 +419,10 @@ def test_a_stop_that_leaves_somebody_at_work_is_not_done(run: Run, tmp_path: Pat
 
 
 _STRANGER: Final = """
-import sys
+import fcntl, sys
 lock = open(sys.argv[1])
 print("open", flush=True)
+fcntl.flock(lock, fcntl.LOCK_EX)  # granted by the kernel when the trainer dies
 sys.stdin.read()
 """
 
