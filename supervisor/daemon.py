@@ -55,7 +55,6 @@ from supervisor.worker import Job, Outcome, Worker
 
 RECEIPT_INTERVAL_SECONDS: Final = 0.25
 STATUS_INTERVAL_SECONDS: Final = 1.0
-LOGS_INTERVAL_SECONDS: Final = 5.0
 SETTLE_SECONDS: Final = 10.0
 
 
@@ -81,7 +80,7 @@ class Daemon:
         self._merging = False
         self._jobs: dict[int, Callable[[Outcome], None]] = {}
         self._saved: list[ev.Heard] = []
-        self._next_status = self._next_look = 0.0
+        self._next_status = 0.0
         self._wake_ups = 0
         self._exit: ev.Exit | None = None
         self._pidfd: int | None = None
@@ -296,10 +295,8 @@ class Daemon:
             self.space.look(now)
             reserve = self.ledger.reserve_problem or self.journal.reserve_problem
             self._alarm("reserve", str(reserve or ""))
-            if now >= self._next_look:
-                self._next_look = now + LOGS_INTERVAL_SECONDS
-                self.attempt_logs.look()
-                self.log.look(self._look)
+            self.attempt_logs.look()
+            self.log.look(self._look)
             self._write_status()
         self.manager.beat(now)
 

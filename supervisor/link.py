@@ -40,7 +40,7 @@ from supervisor.receipt_file import ReceiptFile
 
 STEP_MESSAGE_INTERVAL_SECONDS: Final = 0.05
 PAUSED_INTERVAL_SECONDS: Final = 1.0
-PHASE_INTERVAL_SECONDS: Final = 1.0  # for a supervisor that has come since, and heard nothing
+PHASE_INTERVAL_SECONDS: Final = 5.0  # for a supervisor that has come since, and heard nothing
 RETRY_SECONDS: Final = 1.0
 LAST_TRIES: Final = 5
 
