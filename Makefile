@@ -33,8 +33,9 @@ help:
 run: .venv
 	$(BIN)/supervisor start --config configs/quickstart.toml
 
+# Most tests wait for processes more than they compute: three at a time fit on two cores.
 test: .venv
-	$(BIN)/pytest
+	$(BIN)/pytest -n 3 --dist loadfile
 
 check: .venv
 	$(BIN)/ruff check
