@@ -73,9 +73,12 @@ class Child:
     unlogged: str = ""  # why what it prints goes nowhere, where it does
 
     def poll(self) -> bool:
-        """True once the main process has ended (a zombie has)."""
+        """True once the main process has ended (a zombie has). Of a child of ours that is so once
+        it can be waited for, which may be a moment after its descriptor says so."""
         if self.pidfd < 0:
             return True
+        if self.process is not None:
+            return self._ended() is not None
         poller = select.poll()
         poller.register(self.pidfd, select.POLLIN)
         return bool(poller.poll(0))
@@ -88,14 +91,16 @@ class Child:
             status = proc.wait_status(self.pid, self.pidfd)
             code = None if status is None else os.waitstatus_to_exitcode(status)
         else:
-            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            ended = os.waitid(os.P_PIDFD, self.pidfd, flags)
-            assert ended is not None, "its descriptor says that it has ended"
+            ended = self._ended()
+            assert ended is not None, "what has ended stays so until it is let go"
             exited = ended.si_code == os.CLD_EXITED
             code = ended.si_status if exited else -ended.si_status
         if code is None:
             return None, None
         return (None, -code) if code < 0 else (code, None)
+
+    def _ended(self) -> os.waitid_result | None:
+        return os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
     def send(self, number: int) -> bool:
         """A signal to exactly this process; False where it has ended already."""

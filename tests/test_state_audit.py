@@ -461,7 +461,8 @@ OTHER_SETTINGS: Json = {
     "trainer.command": ["./train"],
     "model.preset": "andrea-12m",
     "alarms.webhook": "https://example.org/other",
-    "alarms.webhook_file": "/tmp/other.url",
+    "alarms.webhook_file": None,  # there is one of the two, or none
+    "checkpoint.when_full": "stop",
     "model.vocabulary": 256,
     "model.width": 32,
     "training.schedule": "cosine",
