@@ -78,7 +78,7 @@ class Child:
         if self.pidfd < 0:
             return True
         if self.process is not None:
-            return self._ended() is not None
+            return self.process.returncode is not None or self._ended() is not None
         poller = select.poll()
         poller.register(self.pidfd, select.POLLIN)
         return bool(poller.poll(0))
@@ -87,7 +87,9 @@ class Child:
         """(exit code, signal) of an ended child; (None, None) where nobody could see it."""
         if not self.poll():
             return None, None
-        if self.process is None:
+        if self.process is not None and self.process.returncode is not None:
+            code = self.process.returncode
+        elif self.process is None:
             status = proc.wait_status(self.pid, self.pidfd)
             code = None if status is None else os.waitstatus_to_exitcode(status)
         else:
