@@ -144,7 +144,7 @@ def forward_requests(turn: Turn, again: bool = False) -> None:
                 turn.do(ev.Send("checkpoint", {"id": request.id, "at": request.at}))
             elif request.sent_at is None:
                 turn.do(ev.Signal("USR1"))
-            request = replace(request, sent_at=turn.now)
+            request = replace(request, sent_at=turn.now, sent_step=turn.state.step)
         waiting.append(request)
     turn.set(checkpoints=tuple(waiting))
     rearm(turn)

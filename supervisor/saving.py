@@ -32,13 +32,20 @@ def saved(turn: Turn, content: Json) -> None:
 
 def _answer(turn: Turn, step: int, reason: str, named: Sequence[str]) -> None:
     """Requests that the trainer named are answered; so is one that was never seen and went out as
-    a signal, which carries no name, if somebody asked for this checkpoint at all."""
+    a signal, which carries no name, if somebody asked for this checkpoint at all and it is not from
+    before the request."""
     waiting = turn.state.checkpoints
     unnamed = reason != "cadence"
     answered = [
         request
         for request in waiting
-        if request.id in named or (unnamed and request.sent_at is not None and not request.seen)
+        if request.id in named
+        or (
+            unnamed
+            and request.sent_at is not None
+            and not request.seen
+            and step >= request.sent_step
+        )
     ]
     turn.set(checkpoints=tuple(request for request in waiting if request not in answered))
     for request in answered:

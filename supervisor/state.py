@@ -309,6 +309,7 @@ class Pending:
     operator: bool
     sent_at: float | None = None
     seen: bool = False
+    sent_step: int = 0  # where the trainer was by then, as far as we knew
 
 
 @dataclass(frozen=True, slots=True)

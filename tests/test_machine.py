@@ -1434,6 +1434,16 @@ def test_without_a_trainer_a_request_is_told_what_is_newest(place: str) -> None:
     )
 
 
+def test_late_news_of_a_checkpoint_from_before_the_request_does_not_answer_it() -> None:
+    case = Case().to_running()
+    case.hear("step", step=8, loss=1.0)
+    case.ask("checkpoint", "c1")
+    case.saved(6, reason="sigusr1")
+    assert case.acts == [ev.Verify(6)]
+    case.saved(8, reason="sigusr1")
+    assert ev.Reply("c1", "done", "", {"step": 8}) in case.acts
+
+
 def test_a_signal_asks_for_a_checkpoint_and_gets_no_reply() -> None:
     case = Case().to_running()
     case.signal("checkpoint", "signal-usr1-1")
