@@ -208,7 +208,7 @@ class AttemptLogs:
         """What is wrong with the logs, in words without numbers that change: each new text of an
         alarm is a record."""
         error, condition = outcome.error, outcome.result
-        if isinstance(error, FileNotFoundError):
+        if isinstance(error, FileNotFoundError) and log is not None:
             return _GONE.format(log=log)
         if error is not None and error.errno == errno.EOPNOTSUPP:
             return _NO_HOLES

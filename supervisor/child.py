@@ -45,9 +45,16 @@ def holders(lock_path: Path, nonce: str, main: AttemptSpawned | None = None) -> 
     return tuple(
         Holder(
             pid=pid,
-            # One that is ending has lost the memory that its environment was in, while the lock is
-            # open for some milliseconds more: it can no longer write, and is no stranger.
-            ours=bool(nonce) and (proc.carries(pid, nonce) or proc.is_ending(pid)),
+            # The main process may have written its title over its environment: the record and the
+            # lock prove it. One that is ending has lost the memory that its environment was in,
+            # while the lock is open for some milliseconds more: it can no longer write, and is no
+            # stranger.
+            ours=bool(nonce)
+            and (
+                proc.carries(pid, nonce)
+                or proc.is_ending(pid)
+                or (main is not None and _is(pid, main))
+            ),
             leader=proc.session(pid) == pid if main is None else _is(pid, main),
             command=proc.command(pid),
             dying=proc.is_dying(pid),
@@ -168,7 +175,8 @@ def adopt(
     """A child that an earlier supervisor started, or None where its identity is not proven.
 
     The pidfd comes first, so that everything checked afterwards is checked of the process it
-    names: it holds our lock, carries our nonce and is the main process on record.
+    names: it holds our lock and is the main process on record or, without a record, leads a session
+    and carries our nonce.
     """
     try:
         pidfd = os.pidfd_open(pid)

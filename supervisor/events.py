@@ -56,8 +56,8 @@ from supervisor.records import (
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that holds trainer.lock. `ours`: it carries the nonce of the open attempt.
-    `dying`: SIGKILL was sent to it, and it is still there."""
+    """A process that holds trainer.lock. `ours`: it carries the nonce of the open attempt, or
+    is its main process on record. `dying`: SIGKILL was sent to it, and it is still there."""
 
     pid: int
     ours: bool

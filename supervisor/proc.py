@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import time
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +22,12 @@ from supervisor import contract
 _GONE: Final = (FileNotFoundError, ProcessLookupError)
 _HIDDEN: Final = (FileNotFoundError, ProcessLookupError, PermissionError)
 _SIGKILL_BIT: Final = 1 << 8
-_EXIT_CODE_FIELD: Final = 49  # of those after the command
+# Of the fields after the command.
+_MEMORY_FIELD: Final = 20
+_ENVIRONMENT_FIELDS: Final = slice(47, 49)
+_EXIT_CODE_FIELD: Final = 49
+_EXEC_LOOKS: Final = 50
+_EXEC_LOOK_SECONDS: Final = 0.001
 # struct pidfd_info up to exit_code, and the request that fills it (Linux 6.13; exits since 6.15).
 _PIDFD_INFO: Final = struct.Struct("=QQ11Ii")
 _PIDFD_GET_INFO: Final = 0xC0000000 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
@@ -115,12 +121,28 @@ def carries(pid: int, nonce: str) -> bool:
 
 
 def environment(pid: int) -> dict[str, str]:
-    try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()
-    except _HIDDEN:
-        return {}
+    """What the process was started with. In the middle of an exec the kernel shows nothing for a
+    moment; that is waited out."""
+    raw = b""
+    for _ in range(_EXEC_LOOKS):
+        try:
+            raw = Path(f"/proc/{pid}/environ").read_bytes()
+        except _HIDDEN:
+            return {}
+        if raw or _has_no_environment(pid):
+            break
+        time.sleep(_EXEC_LOOK_SECONDS)
     pairs = (item.partition(b"=") for item in raw.split(b"\0") if item)
     return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
+
+
+def _has_no_environment(pid: int) -> bool:
+    """Whether an empty answer is the truth: it has no memory, or an environment of no bytes."""
+    fields = _stat(pid)
+    if fields is None or fields[_MEMORY_FIELD] == b"0":
+        return True
+    start, end = fields[_ENVIRONMENT_FIELDS]
+    return start == end != b"0"
 
 
 def command(pid: int) -> str:

@@ -182,6 +182,50 @@ def test_a_trainer_is_adopted_by_its_identity(directory: RunDirectory) -> None:
     assert child.adopt(made.pid, lock, NONCE) is None
 
 
+TITLED = (
+    "import ctypes; fields = open('/proc/self/stat').read().rpartition(')')[2].split();"
+    " start, end = int(fields[47]), int(fields[48]); ctypes.memset(start, 0x20, end - start);"
+)
+
+
+def test_a_trainer_that_writes_a_title_over_its_environment_is_adopted(
+    directory: RunDirectory,
+) -> None:
+    """Programs that rename themselves use the memory of their environment for the longer name, and
+    with that the nonce is gone from /proc."""
+    with spawned(directory, *python(TITLED + WAITS)) as made:
+        wait_until(lambda: "up" in directory.log(1).read_text(), "its title")
+        assert contract.ENV_NONCE not in proc.environment(made.pid)
+        lock, main = directory.trainer_lock, record_of(made)
+        adopted = child.adopt(made.pid, lock, NONCE, main)
+        assert adopted is not None
+        adopted.close()
+        assert [holder.ours for holder in child.holders(lock, NONCE, main)] == [True]
+        # Without a record only the nonce could have proven it.
+        assert child.adopt(made.pid, lock, NONCE) is None
+
+
+def test_an_environment_is_read_in_the_middle_of_an_exec(tmp_path: Path) -> None:
+    """Between two programs of one process the kernel shows an empty environment for a moment: a
+    start that fell on it took the trainer for a stranger."""
+    script = tmp_path / "again.sh"
+    script.write_text('n=$1; [ "$n" = 0 ] && { read -r _; exit; }; exec /bin/sh "$0" $((n - 1))\n')
+    with subprocess.Popen(
+        ["/bin/sh", str(script), "2000"],
+        env={contract.ENV_NONCE: NONCE, "PATH": os.environ["PATH"]},
+        stdin=subprocess.PIPE,
+    ) as made:
+        waits = f"{script}\0".encode() + b"0\0"
+        while not Path(f"/proc/{made.pid}/cmdline").read_bytes().endswith(waits):
+            assert proc.carries(made.pid, NONCE)
+
+
+def test_a_process_with_no_environment_is_no_riddle() -> None:
+    with subprocess.Popen(["/bin/cat"], env={}, stdin=subprocess.PIPE) as made:
+        assert proc.environment(made.pid) == {}
+    assert proc.environment(made.pid) == {}
+
+
 def test_of_an_adopted_one_the_kernel_tells_how_it_ended(directory: RunDirectory) -> None:
     """From the zombie that its parent has not waited for; afterwards a newer kernel still knows,
     and an older one says nothing."""
