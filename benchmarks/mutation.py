@@ -16,6 +16,7 @@ import copy
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import random
 import select
@@ -29,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parent.parent
-MODULES = ("machine", "moves", "requests", "pivoting", "vigil", "deaths", "patience", "state")
+MODULES = ("machine", "moves", "requests", "pivoting", "vigil", "blame", "patience", "state")
 TESTS = ("test_machine.py", "test_vigil.py", "test_pivoting.py", "test_patience.py")
 LIMIT_SECONDS = 120.0
 SURVIVED, KILLED_BY_TESTS, KILLED_BY_WORLDS = 0, 10, 11
@@ -61,16 +62,15 @@ class Mutant:
 
 def mutants_of(module: str) -> Iterator[Mutant]:
     text = (ROOT / "supervisor" / f"{module}.py").read_text()
-    tree = ast.parse(text)
-    count = sum(1 for _ in ast.walk(tree))
-    for number in range(count):
+    for number, original in enumerate(ast.walk(ast.parse(text))):
         for kind in KINDS:
-            changed = copy.deepcopy(tree)
-            node = next(n for i, n in enumerate(ast.walk(changed)) if i == number)
+            if not kind(copy.deepcopy(original)):
+                continue
+            changed = ast.parse(text)
+            node = next(itertools.islice(ast.walk(changed), number, None))
             what = kind(node)
-            if what:
-                source = ast.unparse(ast.fix_missing_locations(changed))
-                yield Mutant(module, getattr(node, "lineno", 0), what, source)
+            source = ast.unparse(ast.fix_missing_locations(changed))
+            yield Mutant(module, getattr(node, "lineno", 0), what, source)
 
 
 def _turn(node: ast.AST) -> str:

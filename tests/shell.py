@@ -76,6 +76,7 @@ class Life:
         self.batch = 1
         self.commit: Commit | None = None
         self.asleep_until = 0.0
+        self._rises_at = 0.0
         self._settled_by: float | None = None
         self.attached: Trainer | None = None
         self.told = False
@@ -122,7 +123,9 @@ class Life:
         if world.life is not self:
             return
         if world.now < self.asleep_until:
-            world.later(self.asleep_until - world.now, self.wake)
+            if self._rises_at != self.asleep_until:  # however much comes meanwhile, it wakes once
+                self._rises_at = self.asleep_until
+                world.later(self.asleep_until - world.now, self.wake)
             return
         if self._planned is not None and world.now >= self._planned:
             self._planned = None

@@ -180,8 +180,9 @@ def test_a_deadline_is_never_earlier_than_the_floor_after_the_last_progress(
 
 @dataclass
 class Healthy:
-    """Hours of a healthy trainer as a row of (seconds until, what), what being a step, a phase, or
-    a pause in which nobody runs (the machine sleeps) or we do not (we are starved)."""
+    """Hours of a healthy trainer as a row of (seconds until, what), what being a step, a phase
+    that begins, or a pause in which nobody runs (the machine sleeps) or we do not (we are starved).
+    Steps have a heavy tail, up to a stall of 45 seconds; a save may take minutes."""
 
     seed: int
     hours: float
@@ -193,14 +194,15 @@ class Healthy:
             step += 1
             seconds = chance.lognormvariate(0.0, 0.5)
             if chance.random() < 1e-3:  # a neighbour on the disk, a slow page, a thermal limit
-                seconds += chance.uniform(0.0, 30.0)
+                seconds += min(45.0, chance.paretovariate(1.0))
             yield seconds, "step"
             left -= seconds
             if step % 500 == 0:
+                seconds = 0.0  # of the phase before: none between a step and what follows it
                 for phase in ("evaluate", "sample", "save", "step"):
-                    seconds = 0.0 if phase == "step" else chance.lognormvariate(1.5, 1.0)
                     yield seconds, phase
                     left -= seconds
+                    seconds = chance.lognormvariate(1.5, 1.0)
             if chance.random() < 2e-5:
                 yield chance.uniform(10.0, 3600.0), chance.choice(("asleep", "starved"))
 
