@@ -33,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = ("machine", "moves", "requests", "pivoting", "vigil", "blame", "patience", "state")
 TESTS = ("test_machine.py", "test_vigil.py", "test_pivoting.py", "test_patience.py")
 LIMIT_SECONDS = 120.0
+PRELOADED = ("hypothesis", "orjson", "psutil", "pydantic", "pytest", "zmq")
 SURVIVED, KILLED_BY_TESTS, KILLED_BY_WORLDS = 0, 10, 11
 
 TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -213,6 +214,7 @@ def verdict(mutant: Mutant, worlds: int) -> int:
 
     tests = [str(ROOT / "tests" / name) for name in TESTS]
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--no-header"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is PRELOADED
     if pytest.main([*options, *tests]) != 0:
         return KILLED_BY_TESTS
     import test_simulation
@@ -263,6 +265,8 @@ def judged(mutants: Sequence[Mutant], jobs: int, worlds: int) -> Iterator[tuple[
 
 
 def main() -> int:
+    for name in PRELOADED:  # once, and not in each mutant's process
+        importlib.import_module(name)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -278,6 +282,10 @@ def main() -> int:
     mutants = [m for m in {m.source: m for m in mutants}.values()]
     if arguments.sample:
         mutants = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
+    unchanged = Mutant("state", 0, "", (ROOT / "supervisor" / "state.py").read_text())
+    if [code for _, code in judged([unchanged], 1, arguments.worlds)] != [SURVIVED]:
+        print("what is not changed at all is noticed too: the tests fail, or do not run")
+        return 1
     print(f"{len(mutants)} mutants of {', '.join(arguments.modules)}", flush=True)
     tally: Counter[tuple[str, int]] = Counter()
     for mutant, code in judged(mutants, arguments.jobs, arguments.worlds):

@@ -58,7 +58,7 @@ def propose(
     if to_step is not None and to_step not in durable.on_disk:
         steps = sorted(durable.on_disk)
         raise PolicyRefused(f"there is no checkpoint of step {to_step}; there are {steps}")
-    parent = durable.epochs[-1] if to_step is None else durable.owner(to_step - 1)[0]
+    parent = durable.parent_of(to_step)
     ruling = _ruling(durable, directory)
     base = _settings_of(parent, ruling)
     text, settings = ("", base) if policy_file is None else _submitted(base, policy_file)

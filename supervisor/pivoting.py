@@ -92,11 +92,12 @@ def _refusal(turn: Turn, content: Json) -> tuple[str, str] | None:
             f"checked against epoch {content['epoch']}, but the run is at epoch {durable.epoch}:"
             " look at `supervisor policy show` and ask again"
         )
-    if content["parent"] not in {epoch.number for epoch in durable.epochs}:
-        return "refused", f"no epoch {content['parent']} that a new one could follow"
     to_step = content["to_step"]
     if to_step is not None and to_step not in durable.on_disk:
         return "refused", f"no checkpoint of step {to_step}; there are {sorted(durable.on_disk)}"
+    parent = durable.parent_of(to_step).number
+    if content["parent"] != parent:
+        return "refused", f"it follows epoch {content['parent']}, and should follow {parent}"
     return None
 
 

@@ -130,6 +130,11 @@ class Durable:
             epoch = epochs[epoch.parent]
         return epoch, until
 
+    def parent_of(self, to_step: int | None) -> Epoch:
+        """The epoch that a pivot would follow: the one that rules or, of a rollback, the one under
+        which its step was made."""
+        return self.epochs[-1] if to_step is None else self.owner(to_step - 1)[0]
+
 
 def apply(durable: Durable, record: ev.Record) -> Durable:
     """The only way the durable state changes, live and in recovery alike."""

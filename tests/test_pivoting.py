@@ -233,6 +233,17 @@ def test_a_check_that_is_out_of_date_is_refused() -> None:
     assert case.state.durable.pivot is None
 
 
+@pytest.mark.parametrize("more", [{"parent": 2}, {"parent": 7, "to_step": 100}])
+def test_a_pivot_says_which_epoch_it_follows_and_it_is_that_one(more: Json) -> None:
+    """Its settings were made from those of that epoch."""
+    case = running()
+    ask(case, **more)
+    assert replies(case) == [("p1", "refused")]
+    why = case.state.durable.replies[0].why
+    assert why == f"it follows epoch {more['parent']}, and should follow 1"
+    assert case.state.durable.pivot is None
+
+
 def test_a_failed_archive_leaves_the_old_policy_and_nothing_else() -> None:
     case = running()
     ask(case)

@@ -19,6 +19,8 @@ from supervisor.contract import Json
 from supervisor.machine import TABLE, _impossible
 from supervisor.state import CAUSES, TERMINAL, Durable, State, apply, fold
 
+pytestmark = pytest.mark.timeout(600)  # thousands of worlds, of processor time alone
+
 SEEDS: Final = 5_000
 SOAK_SEEDS: Final = 100_000
 FAULT_SECONDS: Final = 120.0

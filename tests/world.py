@@ -554,7 +554,7 @@ class Operator:
         durable = fold(record for record in records if record is not None)
         steps = sorted(durable.on_disk)
         to_step = rng.choice(steps) if steps and rng.random() < 0.3 else None
-        parent = durable.epochs[-1] if to_step is None else durable.owner(to_step - 1)[0]
+        parent = durable.parent_of(to_step)
         stale = rng.random() < 0.05
         return {
             "at": at if to_step is None else "now",
