@@ -186,6 +186,7 @@ class Saboteur:
             state=checkpoint_kit.state(step, self.arms),
         )
         if "stalled" in self.planned.get(str(step), ()):
+            print("the saboteur hangs: stalled", flush=True)
             block()
         directory = self.link.directory / contract.CHECKPOINTS
         torn = [n[5:] for n in self.planned.get(str(step), ()) if n.startswith("torn:")]
@@ -227,8 +228,6 @@ class Saboteur:
                 die_of(signal.SIGSEGV)
             elif name.startswith("signal"):
                 die_of(int(name[6:]))
-            elif name == "native":
-                hang_in_native_code()
             elif name == "limit":
                 limit_address_space()
             elif name == "grow":
@@ -304,7 +303,17 @@ def stop() -> NoReturn:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def hang_in_native_code() -> None:
+    """The interpreter's lock is kept, as by many an extension; a lock that is taken twice by one
+    thread is waited for whatever signal comes."""
+    mutex = ctypes.create_string_buffer(64)
+    library = ctypes.PyDLL(None)
+    for _ in range(2):
+        library.pthread_mutex_lock(mutex)
+
+
 HANGS: Final = {
+    "native": hang_in_native_code,
     "spin": spin,
     "seeming": seem_alive,
     "block": block,
@@ -339,16 +348,6 @@ def die_of(number: int) -> None:
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-
-
-def hang_in_native_code() -> None:
-    """The interpreter's lock is kept, as by many an extension; a lock that is taken twice by one
-    thread is waited for whatever signal comes."""
-    mutex = ctypes.create_string_buffer(64)
-    library = ctypes.PyDLL(None)
-    print("native from here on", flush=True)
-    for _ in range(2):
-        library.pthread_mutex_lock(mutex)
 
 
 def limit_address_space() -> None:

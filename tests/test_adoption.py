@@ -319,7 +319,7 @@ def test_a_trainer_that_hangs_in_native_code_is_adopted_and_ended(run: Run) -> N
     pid = orphan(run, 8)
     run.open_gate()
     log = run.directory / contract.LOGS / "attempt-0001.log"
-    wait_until(lambda: "native from here on" in log.read_text(), "a trainer that hangs")
+    wait_until(lambda: "the saboteur hangs" in log.read_text(), "a trainer that hangs")
     supervisor = run.start()
     status = run.wait_for_status(phase="running", supervisor_pid=supervisor.pid)
     assert status["trainer_pid"] == pid

@@ -367,7 +367,7 @@ def test_a_trainer_that_cannot_be_killed_is_stuck_and_has_no_successor(
         pid = run.status()["trainer_pid"]
         run.gate(9)
         log = run.directory / contract.LOGS / "attempt-0001.log"
-        wait_until(lambda: "native from here on" in log.read_text(), "a trainer that hangs")
+        wait_until(lambda: "the saboteur hangs" in log.read_text(), "a trainer that hangs")
         with unkillable(run, how):
             supervisor.send_signal(signal.SIGTERM)
             wait_until(lambda: run.status()["phase"] == "stopping", "a stop that is served")
