@@ -67,16 +67,18 @@ static int command_has(long pid, const char *wanted)
     return strncmp(text, "/bin/sh", 7) != 0 && strstr(text, wanted) != NULL;
 }
 
-static const char *const COMMANDS[] = {"", " -m supervisor start", "saboteur.py",
-                                       " -m supervisor.verifier"};
+static const char *commands[] = {"", " -m supervisor start", "saboteur.py",
+                                 " -m supervisor.verifier"};
 
 __attribute__((constructor)) static void begin(void)
 {
     const char *place = getenv("FAULT_MAP"), *log = getenv("FAULT_LOG");
     if (place == NULL || log == NULL)
         return;
+    if (getenv("FAULT_TRAINER") != NULL)
+        commands[TRAINER] = getenv("FAULT_TRAINER");
     for (enum role one = SUPERVISOR; one <= HELPER; one++)
-        if (command_has(getpid(), COMMANDS[one]))
+        if (command_has(getpid(), commands[one]))
             role = one;
     if (role == NOBODY)
         return;
@@ -96,7 +98,7 @@ static void signal_role(enum role one, int number)
 {
     long pid = map->pid[one];
     /* The number may be another process's by now. */
-    if (pid > 0 && command_has(pid, COMMANDS[one]))
+    if (pid > 0 && command_has(pid, commands[one]))
         RAW(SYS_kill, pid, number);
 }
 

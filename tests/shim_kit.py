@@ -6,16 +6,21 @@ import mmap
 import shutil
 import struct
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import orjson
+import tomli_w
+import trainer_kit
 from pivot_kit import NEW_ARMS, OLD_ARMS, PivotRun
 
 from supervisor import archive, config, contract
-from supervisor.contract import digest
+from supervisor.contract import Json, digest
 
 SOURCE: Final = Path(__file__).with_name("fault_shim.c")
+HELD_TRAINER: Final = Path(__file__).with_name("held_trainer.py")
 # Both are numbered from 1, as in fault_shim.c.
 ROLES: Final = ("supervisor", "trainer", "helper")
 FAULTS: Final = ("kill it", "kill the other", "kill both", "ENOSPC", "EIO", "stop")
@@ -85,6 +90,10 @@ class Struck(PivotRun):
             "SABOTEUR_PAUSE": "2",
         }
 
+    def final_digest(self) -> str:
+        """Of the weights, m and v after the last step."""
+        return self.manifest(STEPS).binary_digest
+
     def arm(self, role: str, fault: str, strike_at: int, armed: int = ARMED) -> None:
         """`strike_at` -1 strikes nothing, and counts."""
         self.map["role"] = ROLES.index(role) + 1
@@ -94,7 +103,7 @@ class Struck(PivotRun):
 
     def heal(self) -> None:
         self.map["armed"] = 0
-        self.environment = {"SABOTEUR_PAUSE": "2"}
+        del self.environment["LD_PRELOAD"]
 
     def close(self) -> None:
         super().close()
@@ -108,6 +117,31 @@ class Struck(PivotRun):
             can_fail = not name.endswith("!")
             found.append(Call(role, int(number), name.rstrip("!"), _kind(place), can_fail))
         return found
+
+
+class StruckTrainer(Struck):
+    """The same with the real trainer on two tiny arms, of which the pivot keeps one."""
+
+    def __init__(self, home: Path, shim: Path) -> None:
+        super().__init__(home, shim)
+        own = {**self.settings, "trainer": {"device": "cpu", "threads": 1}}
+        own["trainer"]["command"] = [sys.executable, str(HELD_TRAINER)]
+        own["model"] = {"width": 16, "heads": 2, "layers": 1, "context": 16, "dropout": 0.1}
+        own["policy"] = self._policy(OLD_ARMS)
+        self.settings = trainer_kit.tree(home, **own)
+        self.environment |= {
+            "FAULT_TRAINER": HELD_TRAINER.name,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(trainer_kit.ROOT),
+        }
+        self.write_config()
+        self.policy_file.write_text(tomli_w.dumps({"policy": self._policy(NEW_ARMS)}))
+
+    def _policy(self, names: Sequence[str]) -> Json:
+        prose, other = names
+        places = {prose: "prose.jsonl", other: "code/*.txt"}
+        arms = [{"name": name, "files": [str(self.home / at)]} for name, at in places.items()]
+        return {"kind": "static", "arms": arms}
 
 
 def _kind(place: Path) -> str:

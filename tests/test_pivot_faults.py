@@ -4,8 +4,9 @@ Whatever the call and whatever strikes (a kill of the supervisor, of the trainer
 disk, a broken one), one more `supervisor start` finds the old policy untouched or the new one
 complete, a whole history, nothing half-made, and the run goes on to its end.
 
-A sample of the calls is struck here, and all of them in the soak. With FAULT_TABLE=FILE the table
-of calls, faults and what came of them is written there.
+A sample of the calls is struck here, and all of them in the soak; the real trainer stands in for
+the saboteur at a few of them, and must end with the weights of runs that nothing struck. With
+FAULT_TABLE=FILE the table of calls, faults and what came of them is written there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Final, NamedTuple
 
 import pytest
 from runs_kit import wait_until
-from shim_kit import ROLES, Call, Struck, check
+from shim_kit import ROLES, Call, Struck, StruckTrainer, check
 
 KILLS: Final = ("kill it", "kill the other", "kill both")
 ERRORS: Final = ("ENOSPC", "EIO")
@@ -45,11 +46,14 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`code` is how the struck supervisor ended; `policy` which policy rules in the end."""
+    """`code` is how the struck supervisor ended; `policy` which policy rules in the end, and
+    `base_step` from where; `digest` that of the last checkpoint."""
 
     policy: str
     code: int
     struck: bool
+    base_step: int
+    digest: str
 
     def __str__(self) -> str:
         if not self.struck:
@@ -60,9 +64,11 @@ class Outcome:
 # --- one pivot ------------------------------------------------------------------------------------
 
 
-def pivot_once(home: Path, shim: Path, role: str, point: Point | None) -> tuple[Struck, int, bool]:
+def pivot_once(
+    home: Path, shim: Path, kind: type[Struck], role: str, point: Point | None
+) -> tuple[Struck, int, bool]:
     """A run that was struck while it pivoted, its supervisor ended: how, and whether it was."""
-    run = Struck(home, shim)
+    run = kind(home, shim)
     try:
         supervisor = run.hold(HELD)
         content = run.proposal()
@@ -96,14 +102,15 @@ def pivot_once(home: Path, shim: Path, role: str, point: Point | None) -> tuple[
         raise
 
 
-def strike(home: Path, shim: Path, point: Point) -> Outcome:
+def strike(home: Path, shim: Path, kind: type[Struck], point: Point) -> Outcome:
     """What came of it, after one more start."""
     home.mkdir(parents=True)
-    run, code, struck = pivot_once(home, shim, point.call.role, point)
+    run, code, struck = pivot_once(home, shim, kind, point.call.role, point)
     with contextlib.closing(run):
         try:
             assert run.finish() == 0, run.output()
-            return Outcome(check(run), code, struck)
+            base_step = run.durable.epochs[-1].base_step
+            return Outcome(check(run), code, struck, base_step, run.final_digest())
         except AssertionError as error:
             error.add_note(f"{point}, in {run.directory}")
             raise
@@ -112,18 +119,25 @@ def strike(home: Path, shim: Path, point: Point) -> Outcome:
 # --- points ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def recorded(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Call]]:
-    """The calls of each role in a pivot that nothing strikes."""
-    found = {}
+def record(
+    shim: Path, factory: pytest.TempPathFactory, kind: type[Struck]
+) -> tuple[dict[str, list[Call]], str]:
+    """The calls of each role in a pivot that nothing strikes, and how such a run ends."""
+    found, ends = {}, set()
     for role in ROLES:
-        home = tmp_path_factory.mktemp(f"recorded-{role}")
-        run, code, _ = pivot_once(home, shim, role, None)
+        run, code, _ = pivot_once(factory.mktemp(f"recorded-{role}"), shim, kind, role, None)
         with contextlib.closing(run):
             assert code == 0
             assert check(run) == "new"
             found[role] = run.calls(role)
-    return found
+            ends.add(run.final_digest())
+    (end,) = ends
+    return found, end
+
+
+@pytest.fixture(scope="module")
+def recorded(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Call]]:
+    return record(shim, tmp_path_factory, Struck)[0]
 
 
 def faults_of(call: Call) -> Iterator[str]:
@@ -158,10 +172,12 @@ def sample(points: Sequence[Point], per_stratum: int) -> list[Point]:
     return chosen
 
 
-def strike_all(home: Path, shim: Path, points: Iterable[Point]) -> dict[Point, Outcome]:
+def strike_all(
+    home: Path, shim: Path, points: Iterable[Point], kind: type[Struck] = Struck
+) -> dict[Point, Outcome]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         begun = {
-            point: pool.submit(strike, home / f"{number:04d}", shim, point)
+            point: pool.submit(strike, home / f"{number:04d}", shim, kind, point)
             for number, point in enumerate(points)
         }
         outcomes, failed = {}, []
@@ -228,3 +244,40 @@ def test_a_pivot_is_done_or_not_done_at_every_point(
     recorded: dict[str, list[Call]], shim: Path, tmp_path: Path
 ) -> None:
     strike_all(tmp_path, shim, every_point(recorded))
+
+
+# --- with the real trainer ------------------------------------------------------------------------
+
+
+def strike_the_real_trainer(
+    home: Path, shim: Path, factory: pytest.TempPathFactory, per_stratum: int, every: int = 1
+) -> None:
+    """However it was struck, it ends with the weights, m and v of a run that was not: under the old
+    policy those of one that never pivoted, under the new one the same from the same base."""
+    recorded, pivoted = record(shim, factory, StruckTrainer)
+    with contextlib.closing(StruckTrainer(factory.mktemp("straight"), shim)) as straight:
+        straight.heal()
+        assert straight.finish() == 0, straight.output()
+        ends = {("old", 0): straight.final_digest(), ("new", HELD + 2): pivoted}
+    points = sample(every_point(recorded), per_stratum)[::every]
+    outcomes = strike_all(home, shim, points, StruckTrainer)
+    assert any(outcome.struck for outcome in outcomes.values())
+    for point, outcome in outcomes.items():
+        expected = ends.setdefault((outcome.policy, outcome.base_step), outcome.digest)
+        assert outcome.digest == expected, point
+    assert len(set(ends.values())) == len(ends), "another policy, and no other weights"
+
+
+@pytest.mark.timeout(600)
+def test_the_real_trainer_is_struck_and_ends_with_the_same_weights(
+    shim: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    strike_the_real_trainer(tmp_path, shim, tmp_path_factory, 1, every=3)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_the_real_trainer_is_struck_at_many_more_points(
+    shim: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    strike_the_real_trainer(tmp_path, shim, tmp_path_factory, 5)
