@@ -543,6 +543,7 @@ class Daemon:
             },
             containment=self.attendant.containment,
             silence=vigil.silence(self.state, self.options.rules.limits, time.monotonic()),
+            grace_seconds=self.state.grace_seconds(time.monotonic()),
             notifications=self.notifier.counts(),
             logs={"lost_lines": self.log.lost_lines, **self.attempt_logs.counts()},
         )
@@ -550,9 +551,7 @@ class Daemon:
     def _write_status(self, durable: bool = False) -> None:
         status = self.status()
         self.reporter.show(status)
-        stopping = self.state.phase == "stopping"
-        left = self.state.force_at - time.monotonic() if stopping else None
-        self.manager.tell(status_line(status, left), ending(self.state))
+        self.manager.tell(status_line(status), ending(self.state))
         content = orjson.dumps(status, option=orjson.OPT_INDENT_2) + b"\n"
         path = self.directory.status
 

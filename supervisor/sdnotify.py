@@ -40,14 +40,14 @@ def ending(state: State) -> bool:
     return state.phase in TERMINAL or state.intent == "stop" or state.durable.wish == "stop"
 
 
-def status_line(status: Json, seconds_left: float | None) -> str:
-    """Where the run stands, on one line. `seconds_left`: until the trainer is killed."""
+def status_line(status: Json) -> str:
+    """Where the run stands, on one line."""
     parts = [f"{status['phase']}: step {status['step']} of {status['target_step']}"]
     loss = status["loss"]
     if loss is not None:
         parts.append(f"loss {loss:.4f}" if isinstance(loss, float) else f"loss {loss}")
-    if seconds_left is not None:
-        parts.append(f"the trainer has {max(0, round(seconds_left))} s left to save and end")
+    if status["grace_seconds"] is not None:
+        parts.append(f"the trainer has {round(status['grace_seconds'])} s left to save and end")
     if status["phase"] in TERMINAL and status["reason"]:
         parts.append(" ".join(str(status["reason"]).split()))
     return ", ".join(parts)[:LINE_CHARACTERS]

@@ -89,6 +89,7 @@ _STATUS: Final[_Shape] = {
     "checkpoint": _table(_CHECKPOINT),
     "supervisor_pid": _COUNT,
     "trainer_pid": _COUNT,
+    "grace_seconds": _FIGURE,
     "replay": _table(_REPLAY),
     "last_exit": _table(_LAST_EXIT),
     "alarms": (_alarms, []),

@@ -53,8 +53,15 @@ def measure(directory: RunDirectory) -> Measured:
     """Raises OSError."""
     newest = max(find(directory.checkpoints), default=None, key=lambda found: found.step)
     files = [] if newest is None else [newest.binary, newest.manifest]
-    size_bytes = sum(path.stat().st_size for path in files if path is not None)
+    size_bytes = sum(_size_bytes(path) for path in files if path is not None)
     return Measured(_room(directory.path), _room(directory.checkpoints), size_bytes)
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0  # set aside meanwhile
 
 
 def _room(path: Path) -> Room:

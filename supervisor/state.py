@@ -354,6 +354,11 @@ class State:
     examined_at: float | None = None  # when its silence became suspicious
     ready: bool = False  # this attempt has said hello, or made a step
 
+    def grace_seconds(self, now: float) -> float | None:
+        """What a trainer that is being ended still has until it is killed; None where none is."""
+        ending = self.phase == "stopping" and self.stage != "reaping"
+        return max(0.0, self.force_at - now) if ending else None
+
 
 class Impossible(AssertionError):
     """An event that cannot happen in this phase happened: our bug, and the end of this life."""

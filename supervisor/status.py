@@ -34,10 +34,12 @@ def compose(
     notifications: Json,
     logs: Json,
     silence: Json | None,
+    grace_seconds: float | None,
 ) -> Json:
     """Everything `supervisor status` shows. Unknown values are null. `control`, `notifications` and
     `logs` count what this life of the supervisor has had to do with its peers; `silence` is how
-    long the trainer has made no progress, and how long it may."""
+    long the trainer has made no progress, and how long it may; `grace_seconds` what one that is
+    being ended still has, until it is killed."""
     durable = state.durable
     newest = max(durable.on_disk, default=None)
     exit_record = durable.last_exit
@@ -77,6 +79,7 @@ def compose(
         "supervisor_pid": supervisor_pid,
         "trainer_pid": state.trainer_pid,
         "silence": silence,
+        "grace_seconds": grace_seconds,
         "control": control,
         "containment": containment,
         "replay": {

@@ -76,6 +76,10 @@ def status_text(status: Json, code: int) -> str:
             f"  checkpoint  step {checkpoint['step']}, {verified}"
             + (f", {age:.0f} s old" if age is not None else "")
         )
+    if status["grace_seconds"] is not None and code == 0:
+        lines.append(
+            f"  ending      {status['grace_seconds']:.0f} s left to save and end, then SIGKILL"
+        )
     for request in status.get("requests", []):
         seen = "seen by the trainer" if request["seen"] else "not yet seen by the trainer"
         lines.append(f"  waiting     checkpoint {request['id']} at {request['at']}, {seen}")

@@ -103,7 +103,7 @@ class Struck(PivotRun):
 
     def heal(self) -> None:
         self.map["armed"] = 0
-        del self.environment["LD_PRELOAD"]
+        self.environment.pop("LD_PRELOAD", None)  # it may be called again
 
     def close(self) -> None:
         super().close()

@@ -233,38 +233,32 @@ STATUS: Final[Json] = {
     "target_step": 30,
     "loss": 2.34567,
     "reason": None,
+    "grace_seconds": None,
 }
 
 
 @pytest.mark.parametrize(
-    ("changes", "left", "line"),
+    ("changes", "line"),
     [
-        ({}, None, "running: step 12 of 30, loss 2.3457"),
-        ({"loss": None}, None, "running: step 12 of 30"),
-        ({"loss": "nan"}, None, "running: step 12 of 30, loss nan"),
+        ({}, "running: step 12 of 30, loss 2.3457"),
+        ({"loss": None}, "running: step 12 of 30"),
+        ({"loss": "nan"}, "running: step 12 of 30, loss nan"),
         (
-            {"phase": "stopping", "loss": None},
-            118.4,
+            {"phase": "stopping", "loss": None, "grace_seconds": 118.4},
             "stopping: step 12 of 30, the trainer has 118 s left to save and end",
         ),
         (
-            {"phase": "stopping", "loss": None},
-            -3.0,
-            "stopping: step 12 of 30, the trainer has 0 s left to save and end",
-        ),
-        (
             {"phase": "failed", "loss": None, "reason": "three\nlines\t of it"},
-            None,
             "failed: step 12 of 30, three lines of it",
         ),
     ],
 )
-def test_the_status_is_one_line(changes: Json, left: float | None, line: str) -> None:
-    assert status_line({**STATUS, **changes}, left) == line
+def test_the_status_is_one_line(changes: Json, line: str) -> None:
+    assert status_line({**STATUS, **changes}) == line
 
 
 def test_a_long_reason_is_cut() -> None:
-    line = status_line({**STATUS, "phase": "stuck", "reason": "x" * 5000}, None)
+    line = status_line({**STATUS, "phase": "stuck", "reason": "x" * 5000})
     assert len(line) == sdnotify.LINE_CHARACTERS
 
 
@@ -450,6 +444,10 @@ def test_fc66_a_save_that_is_slow_is_waited_for_and_told_of(
     systemd.wait_for(STOPPING)
     told = systemd.wait_for("STATUS=stopping: step 12 of 30, loss ")
     assert told.endswith(" s left to save and end")
+    status = run.status()
+    assert 0.0 < status["grace_seconds"] <= 900.0
+    shown = run.supervisor("status", str(run.directory)).stdout
+    assert " s left to save and end, then SIGKILL" in shown
     for _ in range(2):
         systemd.wait_for_another(EXTENSION)
     assert run.checkpoints() == [10]
