@@ -83,6 +83,8 @@ def wait(condition: Callable[[], bool], what: str) -> float:
 
 
 def measure(home: Path, kind: Kind) -> Found:
+    """Raises RuntimeError where the attempt did not end as a hang, TimeoutError where nothing came
+    of it."""
     run = Run(
         home,
         hang={
@@ -99,7 +101,13 @@ def measure(home: Path, kind: Kind) -> Found:
     log = run.directory / "logs" / "attempt-0001.log"
 
     def says(text: str) -> bool:
-        return log.exists() and text in log.read_text(errors="replace")
+        ended = run.records("attempt_ended")
+        if log.exists() and text in log.read_text(errors="replace"):
+            return True
+        if ended:
+            cause = ended[0]["cause"]
+            raise RuntimeError(f"{kind.what}: it ended before that, by {cause}: {run.output()}")
+        return False
 
     try:
         supervisor = run.start()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from runs_kit import Run, kill, wait_until
 
+from benchmarks import hangs
 from supervisor import standing
 
 
@@ -224,3 +225,17 @@ def test_a_debugger_that_takes_too_long_is_killed(
     wait_until(lambda: not examiner.busy(), "its end")
     assert process.returncode == -signal.SIGKILL
     examiner.close()
+
+
+# --- the measurement ------------------------------------------------------------------------------
+
+
+def test_the_time_to_find_a_hang_is_measured_on_a_real_one(tmp_path: Path) -> None:
+    found = hangs.measure(tmp_path, hangs.Kind("a read", "block@15#1"))
+    assert 0.0 < found.detected_seconds < found.ended_seconds < found.resumed_seconds
+    assert found.ratio == found.detected_seconds / hangs.STEP_SECONDS
+
+
+def test_a_hang_that_is_none_fails_the_measurement(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no hang: it ended before that, by crash"):
+        hangs.measure(tmp_path, hangs.Kind("no hang", "crash3@15#1"))
