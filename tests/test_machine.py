@@ -1497,6 +1497,17 @@ def test_at_the_very_end_everybody_is_told_so(phase: str) -> None:
 # --- what the trainer saved, as the helper finds it ---
 
 
+def test_a_base_that_is_found_damaged_while_its_surroundings_are_cleared_is_chosen_anew() -> None:
+    case = Case().to_selecting(history=120)
+    case.select(120)
+    assert case.place == ("starting", "clearing")
+    case.feed(ev.Verified, 120, "chunk 3 differs", moved_to="quarantine/120")
+    case.feed(ev.Cleared, 120, ())
+    assert case.acts == [ev.Merge()]
+    case.feed(ev.Merged, 120)
+    assert case.acts == [ev.Select(ceiling=120)]
+
+
 # --- a disk that is full or broken ---
 
 

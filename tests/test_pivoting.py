@@ -401,6 +401,20 @@ def test_a_failed_run_is_pivoted_although_its_budget_is_spent() -> None:
     assert (case.state.durable.deaths, case.state.durable.outcome) == (0, "")
 
 
+def test_without_a_base_it_stays_as_it_was_and_trains_nothing() -> None:
+    case = alone()
+    case.feed(ev.Merged, 230)
+    case.select(None)
+    assert (case.state.phase, replies(case)) == ("stopped", [("p1", "refused")])
+    case = alone(to_step=100)
+    case.feed(ev.Merged, 230)
+    assert case.select(None, rejected=((100, "rotten", "quarantine/100"),))
+    assert case.acts == [ev.Reply("p1", "refused", case.state.durable.replies[0].why), ev.Merge()]
+    case.feed(ev.Merged, 230)
+    case.select(200)
+    assert (case.state.phase, case.state.why) == ("stopped", "not pivoted")
+
+
 def test_what_is_refused_leaves_a_failed_run_failed() -> None:
     case = alone(ev.RunFailed("no luck"), epoch=3)
     assert (case.state.phase, case.state.durable.outcome) == ("failed", "failed")
