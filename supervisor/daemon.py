@@ -286,7 +286,9 @@ class Daemon:
             self._inbox.append(ev.Died(now))
         if self.attendant.reaping:
             self._complete_death(now)
-        blind = bool(self.recorder.trouble or self.pipeline.trouble)
+        # A trainer without a link cannot say that it waits for the disk.
+        waits = self.space.short and not self.state.linked
+        blind = bool(self.recorder.trouble or self.pipeline.trouble) or waits
         self._inbox.append(ev.Ticked(now, self.recorder.read_step, blind))
         if now >= self._next_status:
             self._next_status = now + STATUS_INTERVAL_SECONDS

@@ -100,6 +100,11 @@ class Watch:
         self._made_room = False  # what could go has gone since there was room last
         self._refused = ""  # why the disk refused the newest save, until that was dealt with
 
+    @property
+    def short(self) -> bool:
+        """There is no room for the next checkpoint, as far as is known."""
+        return self._about == "checkpoint"
+
     def expect(self, parameters: int) -> None:
         """The trainer has said how large its checkpoints will be."""
         self._expected_bytes = contract.checkpoint_size_bytes(parameters)

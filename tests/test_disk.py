@@ -286,6 +286,30 @@ def test_the_last_checkpoint_waits_for_room(make: Callable[..., DiskRun]) -> Non
     is_whole(run)
 
 
+def test_a_trainer_that_cannot_say_that_it_waits_for_room_does_not_hang(
+    make: Callable[..., DiskRun],
+) -> None:
+    run = make(**settings())
+    run.environment["SABOTEUR_PARAMETERS"] = str(PARAMETERS)
+    first = run.hold(15)
+    assert run.ask("stop").outcome == "done"
+    assert run.end(first) == 0
+    run.set("hang", step_seconds=1.0, save_seconds=1.0, evidence_seconds=0.1)
+    run.environment["SABOTEUR_MUTE"] = "1"
+    run.rule("28 checkpoints/ write,open\nroom 4096\n")
+    run.open_gate()
+    second = run.start()
+    wait_for_history(run, STEPS)
+    written = run.status()["time"]
+    wait_until(lambda: run.status()["time"] > written + 4, "a silence of four deadlines")
+    assert second.poll() is None
+    assert run.checkpoints() == [10, 15]
+    run.heal()
+    assert run.end(second) == 0
+    assert run.checkpoints()[-1] == STEPS
+    is_whole(run, attempts=2)
+
+
 @pytest.mark.parametrize("target", ["checkpoints/", "receipts/"])
 def test_a_stop_does_not_wait_for_ever(make: Callable[..., DiskRun], target: str) -> None:
     """It ends with 74 after some tries, uncounted; what was not saved is executed again."""
