@@ -575,6 +575,16 @@ def test_hello_after_a_new_connection_does_not_set_the_step_back() -> None:
     assert case.state.step == 9
 
 
+def test_a_start_is_no_stop_to_be_answered() -> None:
+    case = Case()
+    case.open("run", request="r9")
+    assert case.state.stop_ids == ()
+    case.feed(ev.Merged, 0)
+    case.ask("stop", "s1")
+    case.select(None)
+    assert [(reply.id, reply.outcome) for reply in case.state.durable.replies] == [("s1", "done")]
+
+
 # --- finished ---
 
 

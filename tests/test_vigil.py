@@ -301,6 +301,19 @@ def test_a_crash_before_it_had_loaded_blames_nothing() -> None:
     assert case.state.durable.last_exit.blames is False  # type: ignore[union-attr]
 
 
+def test_what_its_receipts_say_of_loading_counts_without_a_link() -> None:
+    case = Case(*SAVED, rules=HASTY).to_loading(base=200)
+    case.die(1, loaded=True)
+    assert case.state.durable.blamed == ((200, 0),)
+
+
+def test_who_is_taken_over_after_a_step_had_loaded() -> None:
+    case = Case(*SAVED, rules=HASTY).to_running(base=200).reopened()
+    case.open("run", ours(), stepped=True)
+    case.die(1, reached_step=200)
+    assert case.state.durable.blamed == ((200, 200),)
+
+
 @pytest.mark.parametrize("code", [int(ExitCode.AGAIN), int(ExitCode.CHECKPOINT)])
 def test_what_says_that_it_is_not_the_checkpoint_is_believed(code: int) -> None:
     case = Case(*SAVED, rules=HASTY).to_running(base=200)
