@@ -120,7 +120,10 @@ class Attendant:
         home: Path,
     ) -> ev.Spawned | ev.SpawnFailed:
         """Starts the attempt's process, which holds trainer.lock from its first instruction."""
-        lock_fd = take_trainer_lock(self._directory)
+        try:
+            lock_fd = take_trainer_lock(self._directory)
+        except OSError as error:
+            return ev.SpawnFailed(time.monotonic(), f"trainer.lock: {error}")
         if lock_fd is None:
             return ev.SpawnFailed(time.monotonic(), "trainer.lock is still held")
         self._told = False

@@ -118,7 +118,7 @@ class Daemon:
             self._work_off()
             now = time.monotonic()
         if self.state.durable.open is None and self.pipeline.idle and not self.pipeline.late:
-            self.recorder.forget_before(self.state.durable.attempt + 1)
+            self._alarm("receipts", self.recorder.forget_before(self.state.durable.attempt + 1))
 
     def _open(self, begin: Begin) -> None:
         self.journal, lines = Journal.open(self.directory.journal)
@@ -483,7 +483,7 @@ class Daemon:
             return  # the next turn of the loop tries again
         self.wire.expect(effect.attempt, effect.nonce)
         if not self.pipeline.late:
-            self.recorder.forget_before(effect.attempt)
+            self._alarm("receipts", self.recorder.forget_before(effect.attempt))
         self.recorder.follow(effect.attempt, effect.resume_step, effect.epoch)
         self._inbox.append(
             self.attendant.spawn(

@@ -2,6 +2,9 @@
 
 What may live here: turning effects into requests to the helper and its replies into events. What
 the helper does to files is `checkpoints`; what follows from it is the machine's decision.
+
+Invariant: an errand that no start can do without is tried again before its failure ends this life:
+a helper may be killed for want of memory, and a disk may fail for a moment.
 """
 
 from __future__ import annotations
@@ -9,11 +12,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from supervisor import events as ev
 from supervisor.contract import Json
 from supervisor.verifier import Reply, Verifier
+
+TRIES: Final = 5
+RETRY_SECONDS: Final = 1.0
+ALARM: Final = "helper"
 
 
 class HelperFailed(RuntimeError):
@@ -45,6 +52,7 @@ class Housekeeper:
         self._seen = seen
         self._seen_step = 0
         self._calls: dict[int, Callable[[Reply], None]] = {}
+        self._later: list[tuple[float, Callable[[], None]]] = []
         self._verifier = Verifier(run_directory)
 
     def fileno(self) -> int:
@@ -53,11 +61,17 @@ class Housekeeper:
 
     @property
     def busy(self) -> bool:
-        return bool(self._calls)
+        return bool(self._calls or self._later)
 
     def receive(self) -> None:
+        """Called at every turn of the loop. Raises HelperFailed."""
         for reply in self._verifier.receive():
             self._calls.pop(reply.id)(reply)
+        now = time.monotonic()
+        due = [again for at, again in self._later if at <= now]
+        self._later = [(at, again) for at, again in self._later if at > now]
+        for again in due:
+            again()
 
     def close(self) -> None:
         self._verifier.close()
@@ -65,27 +79,25 @@ class Housekeeper:
     def select(self, ceiling: int) -> None:
         """The newest valid checkpoint at most at `ceiling`; a bad one is moved to quarantine."""
 
-        def selected(reply: Reply) -> None:
-            result = _demand(reply)
+        def selected(result: Json) -> None:
             if result["chosen"] is not None:
                 self._see(result["chosen"])
             self._emit(_selection(result))
 
-        self._ask(selected, "select", ceiling=ceiling, time=time.time(), **self._identity)
+        self._demand(selected, "select", ceiling=ceiling, time=time.time(), **self._identity)
 
     def clear(self, base_step: int) -> None:
         """Sets aside what stands above the base and sweeps away what dead attempts left behind."""
 
-        def superseded(reply: Reply) -> None:
-            moved = sorted({step for step, _ in _demand(reply)["moved"]})
+        def superseded(result: Json) -> None:
+            moved = tuple(sorted({step for step, _ in result["moved"]}))
 
-            def cleaned(reply: Reply) -> None:
-                _demand(reply)
-                self._emit(ev.Cleared(time.monotonic(), base_step, tuple(moved)))
+            def cleaned(result: Json) -> None:
+                self._emit(ev.Cleared(time.monotonic(), base_step, moved))
 
-            self._ask(cleaned, "clean")
+            self._demand(cleaned, "clean")
 
-        self._ask(superseded, "supersede", above_step=base_step)
+        self._demand(superseded, "supersede", above_step=base_step)
 
     def verify(self, step: int) -> None:
         def verified(reply: Reply) -> None:
@@ -162,11 +174,25 @@ class Housekeeper:
     def _ask(self, done: Callable[[Reply], None], do: str, **request: Any) -> None:
         self._calls[self._verifier.submit({"do": do, **request})] = done
 
+    def _demand(self, done: Callable[[Json], None], do: str, **request: Any) -> None:
+        failures = 0
 
-def _demand(reply: Reply) -> Json:
-    if not reply.ok:
-        raise HelperFailed(f"{reply.do}: {reply.error}")
-    return reply.result
+        def answered(reply: Reply) -> None:
+            nonlocal failures
+            if reply.ok:
+                self._alarm(ALARM, "")
+                done(reply.result)
+                return
+            failures += 1
+            if failures == TRIES:
+                raise HelperFailed(f"{do}, {TRIES} times: {reply.error}")
+            self._alarm(ALARM, f"{do}: {reply.error}")
+            self._later.append((time.monotonic() + RETRY_SECONDS, ask))
+
+        def ask() -> None:
+            self._ask(answered, do, **request)
+
+        ask()
 
 
 def _selection(result: Json) -> ev.Selected:

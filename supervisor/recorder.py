@@ -193,14 +193,19 @@ class Recorder:
             else:
                 self._waiting.append(_File(attempt, path, None, 1))
 
-    def forget_before(self, attempt: int) -> None:
-        """Removes the receipt files of earlier attempts: all of them is durable elsewhere."""
+    def forget_before(self, attempt: int) -> str:
+        """Removes the receipt files of earlier attempts: all of them is durable elsewhere. Returns
+        why that was not possible, if it was not: they may stay, and go the next time."""
         assert not self.unsynced
         assert not self._waiting
-        for found, path in self._directory.receipt_files():
-            if found < attempt:
-                path.unlink()
         self._let_go()
+        try:
+            for found, path in self._directory.receipt_files():
+                if found < attempt:
+                    path.unlink()
+        except OSError as error:
+            return f"old receipts cannot be removed: {error}"
+        return ""
 
     def _let_go(self) -> None:
         if self._file is not None and self._file.descriptor >= 0:

@@ -130,9 +130,10 @@ class Verifier:
 
     The loop registers `fileno()` once, for reading, and calls `receive` when it is readable; the
     number stays the same when the helper dies and another is started. Requests are sent one at a
-    time. If the helper dies, the request it was doing fails and the next one starts a new helper.
+    time. If the helper dies, the request it was doing fails and the next one starts a new helper;
+    where none can be started, the request fails too.
 
-    Raises OSError from the constructor, `submit` and `receive` where no process can be started.
+    Raises OSError from the constructor where no process can be started.
     """
 
     def __init__(self, run_directory: Path) -> None:
@@ -153,6 +154,7 @@ class Verifier:
         self._unsent = b""
         self._received = bytearray()
         self._submitted = 0
+        self._refused: list[Reply] = []  # what no helper could be started for
         self._spawn()
 
     @property
@@ -178,7 +180,8 @@ class Verifier:
         if dead:
             replies += self._bury()
         self._advance()
-        return replies
+        refused, self._refused = self._refused, []
+        return replies + refused
 
     def close(self) -> None:
         """Ends the helper, in the middle of a request if need be. Harmless when repeated."""
@@ -219,12 +222,23 @@ class Verifier:
     def _advance(self) -> None:
         """Sends what can be sent; starts a helper where one is needed."""
         if self._current is None and self._queue:
-            if self._process is None:
-                self._spawn()
+            if self._process is None and not self._try_to_spawn():
+                return
             if self._socket is not None:
                 self._current = self._queue.popleft()
                 self._unsent = self._current.line
         self._send()
+
+    def _try_to_spawn(self) -> bool:
+        """False where no process can be started; what waits for one is refused then."""
+        try:
+            self._spawn()
+        except OSError as error:
+            why = f"no verifier can be started: {error}"
+            self._refused += [Reply(one.id, one.do, False, {}, "os", why) for one in self._queue]
+            self._queue.clear()
+            return False
+        return True
 
     def _send(self) -> None:
         if self._socket is None or self._current is None:

@@ -377,6 +377,18 @@ def test_a_death_is_complete_when_nobody_holds_the_lock(
 @pytest.mark.fault(
     "SV-35", phase="backoff", does="waits for a bounded time, names who is left, starts nothing"
 )
+def test_a_lock_that_cannot_be_opened_is_a_start_that_failed(
+    directory: RunDirectory, attending: Attendant
+) -> None:
+    """A disk that fails for a moment; the next try may find it well."""
+    directory.trainer_lock.unlink(missing_ok=True)
+    directory.trainer_lock.mkdir()
+    refused = attending.spawn(ev.Spawn(1, NONCE, 0, 1), python(WAITS), os.environ, directory.path)
+    assert isinstance(refused, ev.SpawnFailed)
+    assert "Is a directory" in refused.why
+    directory.trainer_lock.rmdir()
+
+
 def test_a_process_that_is_not_proven_ours_is_named_after_a_bounded_time(
     directory: RunDirectory, attending: Attendant
 ) -> None:

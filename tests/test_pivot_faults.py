@@ -91,7 +91,12 @@ def pivot_once(
                 unsaved = [one for one in run.records("alarmed") if one["name"] == "unsaved"]
                 return bool(unsaved) and run.history_step() >= AFTER
 
-            wait_until(lambda: over() or run.pauses("p1"), "a trainer that knows")
+            def known() -> bool:
+                """What a trainer says of it goes into its log, unless that is what is struck."""
+                in_log = point is not None and point.call.target.startswith("logs/")
+                return bool(run.pauses("p1") or (in_log and run.map["struck"]))
+
+            wait_until(lambda: over() or known(), "a trainer that knows")
             run.gate(AFTER)
             wait_until(lambda: over() or told_too_late() or refused(), "a reply, or no supervisor")
         run.heal()
@@ -172,6 +177,12 @@ def sample(points: Sequence[Point], per_stratum: int) -> list[Point]:
     return chosen
 
 
+def check_outcomes(outcomes: dict[Point, Outcome]) -> None:
+    """Whatever strikes, the supervisor goes on, or was killed: it has no faults of its own."""
+    ends = {point: outcome.code for point, outcome in outcomes.items()}
+    assert {point: code for point, code in ends.items() if code not in (0, -9)} == {}
+
+
 def strike_all(
     home: Path, shim: Path, points: Iterable[Point], kind: type[Struck] = Struck
 ) -> dict[Point, Outcome]:
@@ -234,6 +245,7 @@ def test_a_pivot_is_done_or_not_done_whatever_strikes_where(
     recorded: dict[str, list[Call]], shim: Path, tmp_path: Path
 ) -> None:
     outcomes = strike_all(tmp_path, shim, sample(every_point(recorded), PER_STRATUM))
+    check_outcomes(outcomes)
     assert {outcome.policy for outcome in outcomes.values()} == {"old", "new"}
     assert sum(outcome.struck for outcome in outcomes.values()) > len(outcomes) * 3 / 4
 
@@ -243,7 +255,7 @@ def test_a_pivot_is_done_or_not_done_whatever_strikes_where(
 def test_a_pivot_is_done_or_not_done_at_every_point(
     recorded: dict[str, list[Call]], shim: Path, tmp_path: Path
 ) -> None:
-    strike_all(tmp_path, shim, every_point(recorded))
+    check_outcomes(strike_all(tmp_path, shim, every_point(recorded)))
 
 
 # --- with the real trainer ------------------------------------------------------------------------

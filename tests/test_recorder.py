@@ -307,6 +307,24 @@ def test_receipts_go_only_when_all_is_durable(desk: Desk) -> None:
     assert [attempt for attempt, _ in desk.directory.receipt_files()] == [2]
 
 
+def test_old_receipts_that_cannot_be_removed_stay_and_that_is_said(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, entry(1))
+    desk.pump()
+    desk.commit()
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        assert "Input/output error" in desk.recorder.forget_before(2)
+    assert desk.recorder.forget_before(2) == ""
+    assert list(desk.directory.receipt_files()) == []
+
+
 def test_the_exit_line_is_that_of_the_attempt(desk: Desk) -> None:
     said = ExitLine("stopped", 1, 0, ["r"], "")
     desk.recorder.follow(1, 0, 1)

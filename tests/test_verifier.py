@@ -17,8 +17,10 @@ import orjson
 import pytest
 from checkpoint_kit import NONCE, RUN_ID, flip_bit, write_checkpoint
 
+from supervisor import events as ev, housekeeping
 from supervisor.checkpoint_requests import Requests
 from supervisor.contract import INT32_MAX, Json, checkpoint_size_bytes, temporary_name
+from supervisor.housekeeping import HelperFailed, Housekeeper
 from supervisor.readback import no_tick
 from supervisor.verifier import Reply, Verifier
 
@@ -574,18 +576,23 @@ def with_code(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     monkeypatch.setattr("supervisor.verifier.Owned", popen)
 
 
-def test_a_helper_that_cannot_be_started_is_an_error_without_leftovers(
+def test_where_no_helper_can_be_started_each_request_fails_without_leftovers(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verifier = Verifier(run)
+    command = verifier._command
     monkeypatch.setattr(verifier, "_command", [str(run / "missing")])
     kill(verifier.pid)
     verifier.receive()
     before = os.listdir("/proc/self/fd")
-    for _ in range(3):
-        with pytest.raises(FileNotFoundError):
-            verifier.submit(SELECT)
+    ids = [verifier.submit(SELECT) for _ in range(3)]
+    found = verifier.receive()
+    assert [(reply.id, reply.ok, reply.kind) for reply in found] == [(i, False, "os") for i in ids]
+    assert "no verifier can be started: [Errno 2]" in found[0].error
     assert len(os.listdir("/proc/self/fd")) == len(before)
+    monkeypatch.setattr(verifier, "_command", command)
+    verifier.submit(SELECT)
+    assert [reply.ok for reply in replies(verifier, 1)] == [True]
     verifier.close()
 
 
@@ -715,3 +722,85 @@ def test_fc13_a_killed_helper_has_pruned_nothing_that_was_needed(run: Path) -> N
 
 def has(run: Path, step: int) -> bool:
     return (run / f"checkpoints/step_{step:06d}.bin").exists()
+
+
+# --- errands --------------------------------------------------------------------------------------
+
+
+class House:
+    """A housekeeper with nobody around it."""
+
+    def __init__(self, run: Path) -> None:
+        self.events: list[ev.Event] = []
+        self.alarms: list[tuple[str, str]] = []
+        self.keeper = Housekeeper(
+            run,
+            RUN_ID,
+            (),
+            False,
+            emit=self.events.append,
+            alarm=lambda name, detail: self.alarms.append((name, detail)),
+            seen=lambda checkpoint: None,
+        )
+
+    @property
+    def helper(self) -> int | None:
+        return self.keeper._verifier.pid
+
+    def wait_for_event(self) -> ev.Event:
+        pause = select.poll()
+        pause.register(self.keeper.fileno(), select.POLLIN)
+        while not self.events:
+            pause.poll(10)
+            self.keeper.receive()
+        return self.events.pop()
+
+
+@pytest.fixture
+def house(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
+    monkeypatch.setattr(housekeeping, "RETRY_SECONDS", 0.01)
+    made = House(run)
+    yield made
+    made.keeper.close()
+
+
+@pytest.mark.parametrize("errand", ["select", "clear"])
+def test_an_errand_that_a_start_needs_outlives_its_helper(
+    run: Path, house: House, errand: str
+) -> None:
+    """The kernel may choose the helper when memory runs out; the run must not end of it."""
+    write(run, 100, 200)
+    helper = house.helper
+    assert helper is not None
+    os.kill(helper, signal.SIGSTOP)  # it does not come to an answer
+    if errand == "select":
+        house.keeper.select(250)
+    else:
+        house.keeper.clear(100)
+    kill(helper)
+    house.keeper.receive()
+    ((name, detail),) = house.alarms
+    assert name == "helper"
+    assert "by signal 9 during" in detail
+    assert house.keeper.busy
+    found = house.wait_for_event()
+    if errand == "select":
+        assert isinstance(found, ev.Selected)
+        assert found.step == 200
+    else:
+        assert isinstance(found, ev.Cleared)
+        assert found.superseded == (200,)
+    assert house.alarms[-1] == ("helper", "")
+    assert not house.keeper.busy
+
+
+def test_an_errand_that_fails_again_and_again_ends_this_life(
+    run: Path, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(house.keeper._verifier, "_command", [sys.executable, "-c", "exit(3)"])
+    kill(house.helper)
+    house.keeper.receive()
+    house.keeper.select(250)
+    with pytest.raises(HelperFailed, match=r"select, 5 times: .*exit status 3"):
+        house.wait_for_event()
+    assert len(house.alarms) == housekeeping.TRIES - 1
