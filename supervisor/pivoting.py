@@ -133,8 +133,8 @@ def _stop_here(turn: Turn) -> None:
     only signals, or one that we cannot hear yet. Until that is clear it is asked for a checkpoint,
     so that a save that fails on SIGTERM costs little."""
     state = turn.state
-    if state.step < state.history_step:
-        return
+    if state.patience.step < state.history_step:
+        return  # it executes again what is on record
     if state.linked:
         moves.begin_stop(turn, "pivot")
     elif state.unlinked_until is None:

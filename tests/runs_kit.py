@@ -84,6 +84,7 @@ class Run:
             "checkpoint": {"every": 10},
             "restart": {"delay_seconds": 0.01},
             "stop": {"grace_seconds": 30.0, "signal_after_seconds": 10.0},
+            "hang": {"step_seconds": 600.0},  # a trainer that a test holds does not hang
         }
         for section, table in settings.items():
             self.settings[section] = {**self.settings.get(section, {}), **table}

@@ -688,6 +688,28 @@ def test_from_scratch_is_the_operators_word() -> None:
     assert case.records[0] == ev.CheckpointsSuperseded(0, [100])
 
 
+def test_who_asks_it_to_stop_meanwhile_has_stopped_it() -> None:
+    case = Case(ev.CheckpointCommitted(100, 1, "cadence", [], "bd")).to_selecting(history=120)
+    case.ask("stop", "s1")
+    case.select(None, rejected=((100, "chunk 0 differs", "quarantine/step_000100"),))
+    assert (case.state.phase, case.state.durable.outcome) == ("stopped", "")
+
+
+def test_what_is_merged_is_where_the_run_stands() -> None:
+    case = Case().to_running()
+    case.hear("step", step=130, loss=1.0)
+    case.die(signal=9, step=120)
+    case.wait(RULES.maximum_delay_seconds)
+    case.feed(ev.Merged, 120)
+    assert case.state.step == 120
+
+
+def test_what_is_recorded_before_a_trainer_loads_starts_none() -> None:
+    case = Case().to_selecting()
+    case.feed(ev.Recorded, 7, 0)
+    assert case.place == ("starting", "selecting")
+
+
 # --- death and budget ---
 
 

@@ -122,13 +122,39 @@ def test_at_now_waits_for_a_trainer_that_executes_recorded_steps_again() -> None
 
 def test_a_trainer_without_a_link_is_asked_for_a_checkpoint_and_then_to_end() -> None:
     case = Case(SAVED, NEWER).to_loading(base=200)
+    case.feed(ev.Ticked, 201)
     case.feed(ev.Recorded, 201, 0)
     assert ask(case) == [ev.Append(intended()), ev.Signal("USR1")]
     assert case.state.deadline == case.now + RULES.signal_after_seconds
-    assert case.feed(ev.Recorded, 202, 0) == []
+    assert case.feed(ev.Ticked, 202) == case.feed(ev.Recorded, 202, 0) == []
     assert case.tick(RULES.signal_after_seconds - 0.5) == []
     assert case.tick(0.5) == [ev.Signal("TERM")]
     assert case.place == ("stopping", "")
+
+
+def test_what_is_on_record_moves_a_pivot_on_where_no_link_does() -> None:
+    case = Case(SAVED, NEWER).to_loading(base=200, history=250)
+    case.feed(ev.Recorded, 250, 40)
+    case.feed(ev.Ticked, 240)
+    assert ask(case, at="now") == [ev.Append(intended(at="now"))], "it executes steps again"
+    assert case.feed(ev.Recorded, 250, 49) == []
+    assert case.feed(ev.Ticked, 251) == []
+    assert case.feed(ev.Recorded, 251, 50) == [ev.Signal("USR1")]
+
+
+def test_the_first_step_of_the_new_policy_answers_for_a_trainer_without_a_link() -> None:
+    case = Case(SAVED, NEWER).to_loading(base=200)
+    case.feed(ev.Ticked, 201)
+    case.feed(ev.Recorded, 201, 0)
+    ask(case)
+    case.tick(RULES.signal_after_seconds)
+    case.die(0, step=230)
+    case.feed(ev.Merged, 230)
+    switched(case, 230).clear()
+    case.feed(ev.Spawned, PID, 78, "boot")
+    assert replies(case) == []
+    case.feed(ev.Recorded, 231, 0)
+    assert replies(case) == [("p1", "done")]
 
 
 def test_a_link_that_comes_late_is_still_a_link() -> None:
