@@ -44,18 +44,18 @@ def _opened(turn: Turn, event: ev.Event) -> None:
     pivoting.forget_unfinished(turn)
     turn.do(ev.Sweep(), ev.Regenerate())
     strangers = [holder for holder in event.holders if not holder.ours]
-    ours = [holder for holder in event.holders if holder.ours and holder.leader]
+    leader = next((holder for holder in event.holders if holder.leader), None)
     if strangers:
         named = ", ".join(f"{h.pid} ({h.command})" for h in strangers)
         moves.end(
             turn, "stuck", f"trainer.lock is held by process {named}, which is not provably ours"
         )
     elif event.pivot is not None and not pivoting.begin_unsupervised(
-        turn, event.request, event.pivot, ours[0].pid if ours else None
+        turn, event.request, event.pivot, leader.pid if leader is not None else None
     ):
         return
-    elif ours:
-        _adopt(turn, ours[0], wish, event.stepped)
+    elif leader is not None:  # ours, as there are no strangers
+        _adopt(turn, leader, wish, event.stepped)
     elif turn.state.durable.open is not None:
         # Its main process is dead; what else of it still holds the lock is ended by the reaping.
         turn.set(phase="backoff", stage="reaping")

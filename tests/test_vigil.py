@@ -144,6 +144,13 @@ def test_a_wanted_pause_has_time_and_a_trainer_that_never_leaves_is_found() -> N
     assert silent(case, 1.0) == [ev.Examine()]
 
 
+def test_a_pause_that_nobody_wants_any_more_is_no_step_yet() -> None:
+    case = warm()
+    assert case.hear("paused", step=10, id="p1") == [ev.Send("resume")]
+    assert silent(case, 899.0) == []
+    assert silent(case, 1.0) == [ev.Examine()]
+
+
 def test_an_adopted_trainer_has_the_time_of_a_start_and_no_more() -> None:
     case = Case(*SAVED, rules=HASTY).to_running(base=200).reopened()
     case.open("run", ours())
