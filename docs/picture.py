@@ -173,12 +173,15 @@ def draw(story: Story) -> str:
             f' stroke="{colour}" stroke-width="1.2" stroke-dasharray="4 3"/>'
         )
         text((x(step), TOP - 12), words, colour, "middle")
-    average = losses[0]
+    average = weight = 0.0
     points: dict[int, list[str]] = {}
     for entry in story.entries:
         colour = COLOURS[entry.epoch or 1]
         average = SMOOTHING * average + (1 - SMOOTHING) * entry.loss
-        points.setdefault(entry.epoch or 1, []).append(f"{x(entry.step):.1f},{y(average):.1f}")
+        weight = SMOOTHING * weight + (1 - SMOOTHING)
+        points.setdefault(entry.epoch or 1, []).append(
+            f"{x(entry.step):.1f},{y(average / weight):.1f}"
+        )
         parts.append(
             f'<circle cx="{x(entry.step):.1f}" cy="{y(entry.loss):.1f}" r="1.1" fill="{colour}"'
             ' opacity="0.35"/>'

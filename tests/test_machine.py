@@ -1526,6 +1526,14 @@ def test_at_the_very_end_everybody_is_told_so(phase: str) -> None:
     assert decide(RULES, state, replace(asked, operator=False)) == (state, [])
 
 
+def test_a_request_is_seen_when_the_trainer_names_it() -> None:
+    case = Case().to_running()
+    case.ask("checkpoint", "r1")
+    case.ask("checkpoint", "r2")
+    case.hear("seen", id="r2")
+    assert [(one.id, one.seen) for one in case.state.checkpoints] == [("r1", False), ("r2", True)]
+
+
 # --- what the trainer saved, as the helper finds it ---
 
 
