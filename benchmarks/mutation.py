@@ -207,6 +207,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def verdict(mutant: Mutant, worlds: int) -> int:
     """In a process of its own: 0 if nothing was noticed."""
+    _forget_modules()
     sys.meta_path.insert(0, Finder(mutant))
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -224,6 +225,15 @@ def verdict(mutant: Mutant, worlds: int) -> int:
     except Exception:  # whatever it is, it was noticed
         return KILLED_BY_WORLDS
     return SURVIVED
+
+
+def _forget_modules() -> None:
+    """What is imported already, by a test that measures, say, would be taken instead of the mutant,
+    or would have taken its names from the module that is not one."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith((f"{ROOT}/supervisor/", f"{ROOT}/tests/")):
+            del sys.modules[name]
 
 
 def begin(mutant: Mutant, worlds: int) -> int:

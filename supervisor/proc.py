@@ -24,9 +24,10 @@ _HIDDEN: Final = (FileNotFoundError, ProcessLookupError, PermissionError)
 _SIGKILL_BIT: Final = 1 << 8
 # Of the fields after the command.
 _MEMORY_FIELD: Final = 20
+_CODE_FIELD: Final = 23
 _ENVIRONMENT_FIELDS: Final = slice(47, 49)
 _EXIT_CODE_FIELD: Final = 49
-_EXEC_LOOKS: Final = 50
+_EXEC_LOOKS: Final = 100
 _EXEC_LOOK_SECONDS: Final = 0.001
 # struct pidfd_info up to exit_code, and the request that fills it (Linux 6.13; exits since 6.15).
 _PIDFD_INFO: Final = struct.Struct("=QQ11Ii")
@@ -137,12 +138,14 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def _has_no_environment(pid: int) -> bool:
-    """Whether an empty answer is the truth: it has no memory, or an environment of no bytes."""
+    """Whether an empty answer is the truth: it has no memory, or an environment of no bytes. While
+    a program is being loaded, its environment has a place before it has a length, and its code has
+    neither."""
     fields = _stat(pid)
     if fields is None or fields[_MEMORY_FIELD] == b"0":
         return True
     start, end = fields[_ENVIRONMENT_FIELDS]
-    return start == end != b"0"
+    return fields[_CODE_FIELD] != b"0" and start == end
 
 
 def command(pid: int) -> str:

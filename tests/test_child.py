@@ -374,9 +374,6 @@ def test_a_death_is_complete_when_nobody_holds_the_lock(
     assert attending.last_words(1) == str(stray)
 
 
-@pytest.mark.fault(
-    "SV-35", phase="backoff", does="waits for a bounded time, names who is left, starts nothing"
-)
 def test_a_lock_that_cannot_be_opened_is_a_start_that_failed(
     directory: RunDirectory, attending: Attendant
 ) -> None:
@@ -389,6 +386,9 @@ def test_a_lock_that_cannot_be_opened_is_a_start_that_failed(
     directory.trainer_lock.rmdir()
 
 
+@pytest.mark.fault(
+    "SV-35", phase="backoff", does="waits for a bounded time, names who is left, starts nothing"
+)
 def test_a_process_that_is_not_proven_ours_is_named_after_a_bounded_time(
     directory: RunDirectory, attending: Attendant
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import mutation
 from benchmarks.mutation import KILLED_BY_TESTS, KILLED_BY_WORLDS, SURVIVED, Mutant
+from supervisor import vigil
 
 
 def source(module: str) -> str:
@@ -17,6 +18,7 @@ def source(module: str) -> str:
 @pytest.mark.timeout(300)
 def test_a_fault_is_noticed_and_no_fault_is_not() -> None:
     """Without the second half, tests that do not even run would be a perfect score."""
+    assert vigil.__file__ == str(Path(mutation.ROOT) / "supervisor" / "vigil.py"), "it is here"
     whole = source("vigil")
     broken = whole.replace("if turn.now < state.patience.deadline(limits):", "if False:")
     assert broken != whole
