@@ -696,12 +696,22 @@ def test_who_asks_it_to_stop_meanwhile_has_stopped_it() -> None:
 
 
 def test_what_is_merged_is_where_the_run_stands() -> None:
+    assert Case().to_selecting(history=120).state.step == 120
+
+
+def test_who_says_hello_has_loaded_also_where_it_is_to_stop() -> None:
+    case = Case().to_loading()
+    case.ask("stop", "s1")
+    case.hear("hello", step=0, pid=PID)
+    assert case.state.ready
+
+
+def test_a_step_ends_the_phase_before_it() -> None:
     case = Case().to_running()
-    case.hear("step", step=130, loss=1.0)
-    case.die(signal=9, step=120)
-    case.wait(RULES.maximum_delay_seconds)
-    case.feed(ev.Merged, 120)
-    assert case.state.step == 120
+    case.hear("phase", phase="save", step=0)
+    assert case.state.trainer_phase == "save"
+    case.hear("step", step=1, loss=1.0)
+    assert case.state.trainer_phase == "step"
 
 
 def test_what_is_recorded_before_a_trainer_loads_starts_none() -> None:
