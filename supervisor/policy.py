@@ -28,6 +28,8 @@ ANDREA_RUN_STEPS: Final = (7, 42)
 # An arm without a floor may stay unseen; a window is still long enough for this part of an even
 # share.
 _NOMINAL_FLOOR: Final = 0.25
+# A smaller share is a promise that no run is long enough to keep.
+_LEAST_FLOOR: Final = 1e-6
 
 # Least value, whether that itself is too little, and most.
 _TUNING_RANGES: Final = (
@@ -221,7 +223,14 @@ def _check_phase(policy: Policy, phase: str) -> None:
         if not any(arm.weight > 0 for arm in arms):
             raise PolicyError(f"phase {phase}: every weight is 0; raise one above 0")
         check_feasible([arm.floor for arm in arms], [arm.cap for arm in arms], f"phase {phase}: ")
-    given, floors = policy.window_pulls(phase), policy.promised(phase)
+    floors = policy.promised(phase)
+    for arm, floor in zip(arms, floors, strict=True):
+        if 0 < floor < _LEAST_FLOOR:
+            raise PolicyError(
+                f"arm {arm.name}: its floor {arm.floor:g} is a share of {floor:g} in phase {phase};"
+                f" expected 0, or a share of at least {_LEAST_FLOOR:g}"
+            )
+    given = policy.window_pulls(phase)
     if policy.kind in WINDOWED and all(floors) and given < (required := window_required(floors)):
         raise PolicyError(
             f"policy.window_pulls is {given}; with the floors of phase {phase} it takes"

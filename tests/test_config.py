@@ -309,6 +309,7 @@ def test_values_that_do_not_go_together(file: Path, text: str, key: str, expecte
         ('[[policy.arms]]\nname = "Prose!"\nbuiltin = "python-docs"', "policy.arms[0].name", "a-z"),
         (ARM + "cap = 0.9", "policy", "the caps of its 1 arms sum to 0.9"),
         (ARM + "weight = 0", "policy", "every weight is 0"),
+        (ARM + "floor = 5e-324", "policy", "expected 0, or a share of at least 1e-06"),
     ],
 )
 def test_arms_that_cannot_be_scheduled(file: Path, arms: str, key: str, expected: str) -> None:

@@ -498,6 +498,11 @@ def test_floors_too_high_for_the_main_phase_are_refused_with_its_name() -> None:
         (policy(arm("a", floor=0.5, cap=0.4)), r"arm a: floor 0\.5 is above cap 0\.4"),
         (policy(arm("a", cap=1.5)), r"arm a: cap 1\.5 is above 1.*policy\.bounds = \"weight\""),
         (policy(arm("a", weight=0)), r"phase main: every weight is 0"),
+        (policy(arm("a", 1, 1e-9)), r"arm a: its floor 1e-09 is a share of 1e-09 in phase main"),
+        (
+            policy(arm("a", 1, 0.1, 1), arm("b", 1e308, 0, 1e308), bounds="weight"),
+            r"arm a: its floor 0.1 is a share of 1e-309 in phase main; expected 0, or",
+        ),
         (policy(arm("a", 1, 0, 0), bounds="weight"), r"phase main: every weight is 0 within"),
     ],
 )
