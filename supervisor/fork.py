@@ -82,7 +82,7 @@ def fork(parent: Path, step: int, target: Path) -> Forked:
         made = _build(origin, base, history, settings, directory)
         fsync_directory(temporary)
         _rename(temporary, target)
-    except BaseException:
+    except BaseException:  # an interrupt too: nothing half-made stays, and it goes on its way
         shutil.rmtree(temporary)
         raise
     fsync_directory(target.parent)

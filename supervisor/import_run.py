@@ -207,8 +207,8 @@ def _appearing(target: Path) -> Iterator[Path]:
     try:
         yield place
         os.rename(place, target)
-    except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
+    except BaseException:  # an interrupt too: nothing half-made stays, and it goes on its way
+        shutil.rmtree(place, ignore_errors=True)  # what is raised again matters more
         raise
     fsync_directory(target.parent)
 

@@ -71,7 +71,7 @@ class Wire:
             self.operator = self._socket()
             self._bind(self.trainer, contract.TRAINER_SOCKET)
             self._bind(self.operator, contract.OPERATOR_SOCKET)
-        except BaseException:
+        except BaseException:  # nobody else could close the sockets that are open by now
             self._context.destroy(linger=0)
             raise
 

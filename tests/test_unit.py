@@ -257,7 +257,7 @@ def test_what_decides_paths_devices_and_bits_is_written_down_and_no_secret() -> 
         "SUPERVISOR_TRAINING__STEPS": "9",
         "SUPERVISOR_RUN_DIRECTORY": "/another/run",
         "NOTIFY_SOCKET": "/run/systemd/notify",
-        "HOME": "/home/me",
+        "HOME": "/nonexistent",
         "TERM": "xterm",
         "HF_TOKEN": "hf_x",
         "SUPERVISOR_ALARMS__WEBHOOK_TOKEN": "t",
