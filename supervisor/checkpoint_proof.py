@@ -19,6 +19,7 @@ from supervisor import contract, events as ev, readback
 from supervisor.checkpoint_requests import summary
 from supervisor.checkpoints import MANIFEST
 from supervisor.contract import CHECKPOINTS, CHUNK_BYTES, HEADER_BYTES, ContractError, Json
+from supervisor.durable import size_of
 from supervisor.ledger_proof import Advance, Problem, open_cold
 from supervisor.readback import Damaged, Found, Lineage, Verified
 
@@ -91,7 +92,7 @@ def prove_checkpoint(
 
 def _counted(found: Found, advance: Advance) -> Callable[[], None]:
     """A tick that tells how many bytes of the `.bin` each chunk has."""
-    left = found.binary.stat().st_size if found.binary.exists() else 0
+    left = size_of(found.binary)
 
     def tick() -> None:
         nonlocal left
@@ -123,7 +124,7 @@ def _locate(found: Found, damage: Damaged) -> Iterator[Problem]:
         return
     manifest = f"{CHECKPOINTS}/{found.manifest.name}"
     if damage.reason.startswith(found.manifest.name):
-        size = found.manifest.stat().st_size if found.manifest.exists() else 0
+        size = size_of(found.manifest)
         reason = damage.reason.removeprefix(f"{found.manifest.name}: ")
         yield Problem(manifest, f"bytes 0 to {size}", reason)
         return
@@ -150,7 +151,7 @@ def _damaged_places(found: Found) -> Iterator[str]:
     """Where a `.bin` differs from its manifest: its length, its header, each of its chunks."""
     assert found.manifest is not None
     manifest = contract.parse_manifest(found.manifest.read_bytes(), found.manifest.name)
-    size = found.binary.stat().st_size if found.binary.exists() else 0
+    size = size_of(found.binary)
     if size != manifest.size_bytes:
         low, high = sorted((size, manifest.size_bytes))
         word = "missing" if size < manifest.size_bytes else "too many"

@@ -51,6 +51,15 @@ def write_all(descriptor: int, data: bytes, offset: int) -> None:
         offset += written
 
 
+def size_of(path: Path) -> int:
+    """Bytes; 0 where there is no such file. A trainer, a removal or the operator may be faster than
+    whoever has just listed a directory."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def read_range(descriptor: int, start: int, stop: int) -> bytes:
     """The bytes [start, stop) of a file; fewer only where the file ends before `stop`."""
     parts = []

@@ -137,10 +137,11 @@ def _set_aside(directory: Path) -> list[_SetAside]:
 def _remove(run_directory: Path, files: Collection[Path], done: Reclaimed) -> None:
     """Each file durably before the next: what a kill leaves is a manifest without its `.bin`."""
     for path in files:
-        if not path.exists():
-            continue  # the operator may have been faster
         size_bytes = _freed_by(path)
-        path.unlink()
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            continue  # the operator may have been faster
         fsync_directory(path.parent)
         done.freed_bytes += size_bytes
         if path.parent.name != CHECKPOINTS:
@@ -150,6 +151,10 @@ def _remove(run_directory: Path, files: Collection[Path], done: Reclaimed) -> No
 
 
 def _freed_by(path: Path) -> int:
-    """The bytes that come free with this name: none where the file has another one."""
-    status = path.stat()
+    """The bytes that come free with this name: none where the file has another one, or is gone, as
+    the living trainer's temporaries are at any moment."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return 0
     return status.st_blocks * _BLOCK_BYTES if status.st_nlink == 1 else 0

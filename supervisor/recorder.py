@@ -34,6 +34,7 @@ from supervisor.contract import (
     Json,
     LoadedLine,
 )
+from supervisor.durable import size_of
 from supervisor.ledger import Ledger, LedgerFailure, tail_after
 from supervisor.replay import Merge, Outcome, Taken, likely_class
 from supervisor.rundir import RunDirectory
@@ -163,8 +164,7 @@ class Recorder:
             return False
         if file is None or file.refused:
             return True
-        size = file.path.stat().st_size if file.path.exists() else 0
-        return file.offset >= size
+        return file.offset >= size_of(file.path)
 
     def close(self) -> None:
         self._let_go()

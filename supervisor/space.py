@@ -22,6 +22,7 @@ from typing import Final
 
 from supervisor import contract
 from supervisor.checkpoints import find
+from supervisor.durable import size_of
 from supervisor.rundir import RunDirectory
 from supervisor.worker import Job, Outcome
 
@@ -53,15 +54,8 @@ def measure(directory: RunDirectory) -> Measured:
     """Raises OSError."""
     newest = max(find(directory.checkpoints), default=None, key=lambda found: found.step)
     files = [] if newest is None else [newest.binary, newest.manifest]
-    size_bytes = sum(_size_bytes(path) for path in files if path is not None)
+    size_bytes = sum(size_of(path) for path in files if path is not None)
     return Measured(_room(directory.path), _room(directory.checkpoints), size_bytes)
-
-
-def _size_bytes(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0  # set aside meanwhile
 
 
 def _room(path: Path) -> Room:
@@ -153,6 +147,7 @@ class Watch:
         def made(freed_bytes: int) -> None:
             self._busy = False
             self._made_room = True
+            self._refused = ""  # refused before there was this room: the next save tells
             self.hasten()
             if freed_bytes == 0:
                 self._full(why)

@@ -30,6 +30,7 @@ from supervisor.checkpoints import NoSpace, preflight
 from supervisor.config import ConfigError, Settings
 from supervisor.contract import LOGS, ExitCode, Json, checkpoint_size_bytes
 from supervisor.daemon import Daemon
+from supervisor.durable import size_of
 from supervisor.journal import JournalDamaged, read
 from supervisor.options import Begin, Options
 from supervisor.parentage import deaf_parent
@@ -385,7 +386,7 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
     """
     RunDirectory(directory, "run").create()
     output = directory / LOGS / DETACHED_OUTPUT
-    begin = output.stat().st_size if output.exists() else 0
+    begin = size_of(output)
     with output.open("ab") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "supervisor", *arguments],

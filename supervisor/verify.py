@@ -26,6 +26,7 @@ import orjson
 from supervisor import checkpoints, config, contract, events as ev, journal
 from supervisor.checkpoint_proof import WHOLE, Verdict, promises, prove_checkpoint
 from supervisor.contract import ContractError, Json, checkpoint_stem
+from supervisor.durable import size_of
 from supervisor.ledger_proof import (
     Advance,
     Begin,
@@ -83,7 +84,7 @@ class Report:
 def size_bytes(directory: RunDirectory) -> int:
     """About how much `verify` will read, for a progress bar."""
     files = [directory.journal, directory.ledger, *directory.checkpoints.glob("step_*.bin")]
-    return sum(path.stat().st_size for path in files if path.is_file())
+    return sum(map(size_of, files))
 
 
 def no_progress(_: int) -> None:

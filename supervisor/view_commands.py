@@ -260,7 +260,7 @@ def checkpoints(context: click.Context) -> None:
 @json_option
 def checkpoints_list(run: str | None, as_json: bool) -> int:
     """All checkpoints, oldest first."""
-    rows = [_checkpoint_row(directory) for directory in _found_checkpoints(find(run))]
+    rows = list(filter(None, map(_checkpoint_row, _found_checkpoints(find(run)))))
     if as_json:
         print_json({"schema_version": 1, "checkpoints": rows})
         return 0
@@ -326,17 +326,16 @@ def _manifest(path: Path) -> Any:
         raise RunError(f"{error}; `supervisor verify` says what else is damaged") from error
 
 
-def _checkpoint_row(found: Any) -> Json:
-    row: Json = {
-        "step": found.step,
-        "path": str(found.binary),
-        "size_bytes": found.binary.stat().st_size,
-        "reason": "bare",
-        "attempt": None,
-    }
-    if found.manifest is not None:
-        manifest = _manifest(found.manifest)
-        row |= {"reason": manifest.reason, "attempt": manifest.attempt}
+def _checkpoint_row(found: Any) -> Json | None:
+    """None where the run has removed it since it was found."""
+    row: Json = {"step": found.step, "path": str(found.binary), "reason": "bare", "attempt": None}
+    try:
+        row["size_bytes"] = found.binary.stat().st_size
+        if found.manifest is not None:
+            manifest = _manifest(found.manifest)
+            row |= {"reason": manifest.reason, "attempt": manifest.attempt}
+    except FileNotFoundError:
+        return None
     return row
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from checkpoint_kit import write_checkpoint
 from runs_kit import DEADLINE_SECONDS, Run, kill, wait_until
 
-from supervisor import cli, client, contract
+from supervisor import checkpoints, cli, client, contract, view_commands
 from supervisor.contract import Json
 
 ROOT = Path(__file__).parent.parent
@@ -163,6 +164,14 @@ def test_samples_are_shown_and_cannot_drive_the_terminal(
     shown = supervisor("samples", str(tmp_path)).out
     assert "\x1b[2J" not in shown
     assert "\x07" not in shown
+
+
+def test_a_checkpoint_that_goes_while_they_are_listed_is_not_shown(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10)
+    (found,) = checkpoints.find(tmp_path)
+    assert view_commands._checkpoint_row(found) is not None
+    found.binary.unlink()
+    assert view_commands._checkpoint_row(found) is None
 
 
 def test_checkpoints_are_listed_and_shown(stopped: Run, supervisor: Command) -> None:

@@ -145,3 +145,16 @@ def test_what_is_not_ours_is_not_touched(run: Path) -> None:
 def test_a_run_without_these_directories_has_nothing_to_give(tmp_path: Path) -> None:
     assert take(tmp_path) == Reclaimed()
     assert retain_superseded(tmp_path, 0, ()) == Reclaimed()
+
+
+def test_what_the_living_trainer_removes_meanwhile_takes_no_room_and_breaks_nothing(
+    run: Path,
+) -> None:
+    """A trainer that fails to save takes its temporary back at any moment. One that was listed and
+    is gone when it is looked at: a name without a file."""
+    vanishing = run / "checkpoints" / temporary_name(2, NONCE, "step_000901.bin")
+    vanishing.symlink_to("nowhere")
+    done = take(run, 1)
+    assert done.names == [f"checkpoints/{temporary_name(1, NONCE, 'step_000900.bin')}"]
+    assert done.freed_bytes == 4096
+    assert vanishing.is_symlink(), "the living one's"

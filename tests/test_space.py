@@ -190,6 +190,22 @@ def test_a_quota_shows_in_no_figure_but_in_a_refusal(desk: Desk, code: int) -> N
     assert len(desk.wanted) == 3, "one refusal, one try"
 
 
+def test_what_is_refused_while_room_is_made_says_nothing_about_that_room(desk: Desk) -> None:
+    """A trainer that has nothing to train on to tries once a second, however long that takes."""
+    desk.freed_bytes = None
+    desk.watch.refused(errno.ENOSPC, "no room, says the kernel")
+    desk.look(10**9)
+    desk.watch.refused(errno.ENOSPC, "no room, says the kernel")
+    desk._done(4096)
+    desk.look(10**9)
+    assert (desk.wanted, desk.fulls) == ([NEEDED], []), "not full: there is room that nobody tried"
+    desk.watch.refused(errno.ENOSPC, "no room, says the kernel")
+    desk.look(10**9)
+    desk._done(0)
+    assert desk.wanted == [NEEDED, NEEDED]
+    assert desk.fulls == ["no room, says the kernel"]
+
+
 def test_what_is_not_a_lack_of_room_is_not_helped_by_making_some(desk: Desk) -> None:
     desk.watch.refused(errno.EIO, "a broken disk")
     desk.look(10**9)
