@@ -26,15 +26,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parent.parent
 MODULES = ("machine", "moves", "requests", "pivoting", "vigil", "blame", "patience", "state")
 TESTS = ("test_machine.py", "test_vigil.py", "test_pivoting.py", "test_patience.py")
-LIMIT_SECONDS = 120.0
+PATIENCE = 10.0  # times what the unchanged module takes
+TOLD_EVERY = 25
 PRELOADED = ("hypothesis", "orjson", "psutil", "pydantic", "pytest", "zmq")
-SURVIVED, KILLED_BY_TESTS, KILLED_BY_WORLDS = 0, 10, 11
+SURVIVED, KILLED_BY_TESTS, KILLED_BY_WORLDS, ENDLESS = 0, 10, 11, 12
 
 TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -250,15 +252,17 @@ def begin(mutant: Mutant, worlds: int) -> int:
         os._exit(code)
 
 
-def judged(mutants: Sequence[Mutant], jobs: int, worlds: int) -> Iterator[tuple[Mutant, int]]:
-    """Each mutant and what became of it: an exit code, or KILLED_BY_WORLDS for one without end."""
+def judged(
+    mutants: Sequence[Mutant], jobs: int, worlds: int, limit_seconds: float
+) -> Iterator[tuple[Mutant, int]]:
+    """Each mutant and what became of it: an exit code, or ENDLESS."""
     waiting = list(reversed(mutants))
     running: dict[int, tuple[Mutant, int, float]] = {}
     while waiting or running:
         while waiting and len(running) < jobs:
             mutant = waiting.pop()
             pid = begin(mutant, worlds)
-            running[pid] = (mutant, os.pidfd_open(pid), time.monotonic() + LIMIT_SECONDS)
+            running[pid] = (mutant, os.pidfd_open(pid), time.monotonic() + limit_seconds)
         poller = select.poll()
         for _, pidfd, _ in running.values():
             poller.register(pidfd, select.POLLIN)
@@ -271,7 +275,7 @@ def judged(mutants: Sequence[Mutant], jobs: int, worlds: int) -> Iterator[tuple[
                 os.close(pidfd)
                 del running[pid]
                 code = os.waitstatus_to_exitcode(status)
-                yield mutant, code if code >= 0 else KILLED_BY_WORLDS
+                yield mutant, code if code >= 0 else ENDLESS
 
 
 def main() -> int:
@@ -293,24 +297,29 @@ def main() -> int:
     if arguments.sample:
         mutants = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
     unchanged = Mutant("state", 0, "", (ROOT / "supervisor" / "state.py").read_text())
-    if [code for _, code in judged([unchanged], 1, arguments.worlds)] != [SURVIVED]:
+    begun = time.monotonic()
+    unnoticed = list(judged([unchanged] * arguments.jobs, arguments.jobs, arguments.worlds, inf))
+    if {code for _, code in unnoticed} != {SURVIVED}:
         print("what is not changed at all is noticed too: the tests fail, or do not run")
         return 1
+    limit_seconds = PATIENCE * (time.monotonic() - begun)
     print(f"{len(mutants)} mutants of {', '.join(arguments.modules)}", flush=True)
     tally: Counter[tuple[str, int]] = Counter()
-    for mutant, code in judged(mutants, arguments.jobs, arguments.worlds):
+    for mutant, code in judged(mutants, arguments.jobs, arguments.worlds, limit_seconds):
         tally[mutant.module, code] += 1
         if code == SURVIVED:
             print(f"survived  {mutant.module}.py:{mutant.line}  {mutant.what}", flush=True)
-    heads = ("module", "mutants", "by tests", "by worlds", "survived", "score")
+        if tally.total() % TOLD_EVERY == 0:
+            print(f"{tally.total()} of {len(mutants)}", file=sys.stderr, flush=True)
+    heads = ("module", "mutants", "by tests", "by worlds", "endless", "survived", "score")
     print("".join(f"{head:<12}" for head in heads))
     for module in arguments.modules:
-        tests, worlds, left = (
-            tally[module, code] for code in (KILLED_BY_TESTS, KILLED_BY_WORLDS, SURVIVED)
+        tests, worlds, endless, left = (
+            tally[module, code] for code in (KILLED_BY_TESTS, KILLED_BY_WORLDS, ENDLESS, SURVIVED)
         )
         total = sum(count for (name, _), count in tally.items() if name == module)
         score = 100 * (total - left) / max(1, total)
-        row = (module, total, tests, worlds, left, f"{score:.1f}%")
+        row = (module, total, tests, worlds, endless, left, f"{score:.1f}%")
         print("".join(f"{cell:<12}" for cell in row))
     return 0
 

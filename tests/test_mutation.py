@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_a_fault_is_noticed_and_no_fault_is_not() -> None:
     broken = whole.replace("if turn.now < state.patience.deadline(limits):", "if False:")
     assert broken != whole
     mutants = [Mutant("vigil", 0, "none", whole), Mutant("vigil", 0, "broken", broken)]
-    codes = {mutant.what: code for mutant, code in mutation.judged(mutants, 1, 3)}
+    codes = {mutant.what: code for mutant, code in mutation.judged(mutants, 1, 3, inf)}
     assert codes["none"] == SURVIVED
     assert codes["broken"] in (KILLED_BY_TESTS, KILLED_BY_WORLDS)
 
