@@ -69,6 +69,13 @@ class Desk:
                 return problem
         raise AssertionError("it never came to an end")
 
+    def first_step(self) -> None:
+        """Attempt 1 has executed step 1, which is in the ledger for good."""
+        self.recorder.follow(1, 0, 1)
+        self.write(1, entry(1))
+        self.pump()
+        self.commit()
+
     def commit(self) -> list[ev.Record]:
         """What the daemon's commit does; returns the records it journals."""
         if self.recorder.take_unsynced() is not None:
@@ -310,10 +317,7 @@ def test_receipts_go_only_when_all_is_durable(desk: Desk) -> None:
 def test_old_receipts_that_cannot_be_removed_stay_and_that_is_said(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk.recorder.follow(1, 0, 1)
-    desk.write(1, entry(1))
-    desk.pump()
-    desk.commit()
+    desk.first_step()
 
     def refuse(self: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EIO, "Input/output error", str(self))
@@ -341,10 +345,7 @@ def test_the_exit_line_is_that_of_the_attempt(desk: Desk) -> None:
 def test_a_full_disk_keeps_the_steps_owed_and_loses_none(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk.recorder.follow(1, 0, 1)
-    desk.write(1, entry(1))
-    desk.pump()
-    desk.commit()
+    desk.first_step()
     faults = Faults(monkeypatch, ("pwrite",))
     faults.fail_always(errno.ENOSPC)
     desk.write(1, entry(2), entry(3))
