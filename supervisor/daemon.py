@@ -4,8 +4,8 @@ What may live here: the shell around `machine.decide`. It is the only reader of 
 only place where events meet effects; every decision is the machine's.
 
 Invariants:
-- One thread owns the state. It never syncs, hashes, unlinks or reads a checkpoint: the worker
-  thread syncs, the helper process verifies and deletes, and both answer with events.
+- One thread owns the state. It never syncs, and never reads, hashes or unlinks a checkpoint: the
+  worker thread syncs, the helper process verifies and deletes, and both answer with events.
 - Durable before visible: an effect that follows an Append in the same decision waits until that
   record is on the disk. Order of durability: ledger, journal, sidecars, then everything else.
 - Signal handlers only count and wake.
@@ -119,6 +119,7 @@ class Daemon:
             now = time.monotonic()
         if self.state.durable.open is None and self.pipeline.idle and not self.pipeline.late:
             self._alarm("receipts", self.recorder.forget_before(self.state.durable.attempt + 1))
+            self._work_off()  # on record too: `_close` waits for the worker
 
     def _open(self, begin: Begin) -> None:
         self.journal, lines = Journal.open(self.directory.journal)

@@ -298,6 +298,24 @@ def test_receipts_with_a_gap_end_the_attempt_and_not_the_run(run: Run) -> None:
     assert (ended["cause"], ended["step"]) == ("killed", 14)
 
 
+def test_old_receipts_that_stay_are_on_record_at_the_very_end(run: Run) -> None:
+    supervisor = run.hold(15)
+    stubborn = run.directory / contract.RECEIPTS / f"{contract.attempt_stem(0)}.jsonl"
+    stubborn.mkdir()  # what unlink refuses, to whomever
+    assert run.ask("stop").outcome == "done"
+    assert run.end(supervisor) == 0
+    (alarm,) = run.records("alarmed")
+    assert alarm["name"] == "receipts"
+    assert str(stubborn.name) in alarm["detail"]
+    assert run.file_status()["alarms"] == [{"name": "receipts", "detail": alarm["detail"]}]
+    stubborn.rmdir()
+    run.open_gate()
+    assert run.finish() == 0
+    assert [one["name"] for one in run.records("alarm_cleared")] == ["receipts"]
+    assert run.file_status()["alarms"] == []
+    assert_exact(run, 30)
+
+
 # --- what the trainer says of its own end ---------------------------------------------------------
 
 
