@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,7 @@ from supervisor.worker import Job, Outcome
 DIGESTS_FILE: Final = "digests.json"
 PIVOT_FILE: Final = "pivot.json"
 ARCHIVE_PREFIX: Final = "pivot-"
+_EPOCH_FILE: Final = re.compile(r"([0-9]{4,})(?:\.run)?\.toml")
 
 
 def archive_name(epoch: int, base_step: int) -> str:
@@ -88,7 +90,7 @@ def write_archive(
 
 def sweep(directory: RunDirectory, archives: Iterable[str], epochs: int) -> None:
     """Removes every archive and policy that no committed pivot speaks of, and what a kill left of
-    files that were being replaced."""
+    files that were being replaced. What has another name is somebody else's."""
     for path in directory.path.glob(f"{contract.TEMPORARY_PREFIX}*"):
         path.unlink()
     known = set(archives)
@@ -97,8 +99,9 @@ def sweep(directory: RunDirectory, archives: Iterable[str], epochs: int) -> None
         if ours and path.name not in known:
             _remove(path)
     for path in directory.policies.iterdir():
-        number = path.name.split(".")[0]
-        if not number.isdecimal() or int(number) > epochs:
+        named = _EPOCH_FILE.fullmatch(path.name)
+        left = named is not None and int(named[1]) > epochs
+        if left or path.name.startswith(contract.TEMPORARY_PREFIX):
             path.unlink()
 
 
@@ -179,7 +182,9 @@ class EpochFiles:
         """run.toml, the policies and the sidecars as the journal says they are, all of which a
         crash may have left as they were before the commit; what is new to the record."""
         ruling = durable.epochs[-1]
-        self._recorder.begin_epoch(ruling.number, ruling.base_step, ruling.policy_digest)
+        self._recorder.begin_epoch(
+            ruling.number, ruling.base_step, ruling.policy_digest, durable.evaluated_step
+        )
         on_record = dict(durable.stored)
         stored = []
         for name, text in epoch_files(durable):

@@ -152,7 +152,6 @@ class Daemon:
         self.attempt_logs = AttemptLogs(
             self.directory, self.options.logs, known, submit=self._look, alarm=self._alarm
         )
-        self.recorder.evaluated_step = durable.evaluated_step
         life = os.urandom(8).hex()
         self._remember(ev.SupervisorStarted(life, os.getpid(), platform.node(), __version__))
         for file in (self.journal, self.ledger):
@@ -186,6 +185,7 @@ class Daemon:
         )
         for part in (self.signals, self.worker, self.housekeeper, self.notifier):
             self.poller.register(part.fileno(), zmq.POLLIN)
+        self._alarm("sidecars", "; ".join(self.recorder.set_aside))
         opened = begun.open
         self.log.write(f"supervisor {__version__} owns {self.directory.path.resolve()}")
         self._feed(

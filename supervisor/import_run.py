@@ -221,9 +221,16 @@ def _fill(
     imported.steps = [one.step for one in verified]
     last_step = source.entries[-1].step if source.entries else 0
     imported.beyond = [step for step in imported.steps if step > last_step]
-    if source.samples:
-        replace_file(run.samples, orjson.dumps(source.samples, option=orjson.OPT_INDENT_2) + b"\n")
-        imported.samples = len(source.samples)
+    keep = settings.samples.keep  # as a run of ours does
+    kept = source.samples[-keep:]
+    if len(kept) < len(source.samples):
+        imported.left_out.append(
+            f"{source.model}{SAMPLES_ENDING}: the {len(source.samples) - keep} oldest audits;"
+            f" samples.keep is {keep}"
+        )
+    if kept:
+        replace_file(run.samples, orjson.dumps(kept, option=orjson.OPT_INDENT_2) + b"\n")
+        imported.samples = len(kept)
     replace_file(run.run_file, config.dump(settings).encode())
     policy = {"policy": settings.policy.model_dump(mode="json", exclude_none=True)}
     replace_file(run.policies / "0001.toml", tomli_w.dumps(policy).encode())

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import orjson
 
@@ -37,12 +37,15 @@ from supervisor.contract import (
 from supervisor.durable import size_of
 from supervisor.ledger import Ledger, LedgerFailure, tail_after
 from supervisor.replay import Merge, Outcome, Taken, likely_class
-from supervisor.rundir import RunDirectory
-from supervisor.sidecars import read_samples, read_state, read_training
+from supervisor.rundir import RunDirectory, RunError
+from supervisor.sidecars import read_samples, read_state, read_training, set_aside
 
 PUMP_BYTES: Final = 256 * 1024
 LOSS_EMA_DECAY: Final = 0.98
 RATE_WINDOW_STEPS: Final = 50
+STATE_FIELDS: Final = ("step", "epoch", "policy_digest", "targets_seen", "bandit", "arms")
+
+T = TypeVar("T")
 
 
 class Gauge:
@@ -89,6 +92,7 @@ class _File:
     offset: int = 0
     line: int = 0
     step: int = 0
+    entry_epoch: int | None = None  # of the newest entry that says so
     loaded: bool = False
     rest: bytes = b""
     merge: Merge | None = None
@@ -106,8 +110,10 @@ class Recorder:
         self._records: list[ev.Record] = []
         self._files: dict[Path, bytes] = {}
         self._unsynced = False
-        self._samples = read_samples(directory.samples)
-        self._training = read_training(directory.training)
+        self.set_aside: list[str] = []  # what was wrong with the sidecars, and where they are now
+        self._samples = self._read(read_samples, directory.samples)
+        self._training = self._read(read_training, directory.training)
+        self._state = self._read(read_state, directory.state)
         self.gauge = Gauge()
         if ledger.last is not None:
             self.gauge.take(ledger.last)
@@ -116,6 +122,16 @@ class Recorder:
         self._base_step = 0
         self.exit_line: ExitLine | None = None
         self.trouble = ""
+
+    def _read(self, read: Callable[[Path], T], path: Path) -> T:
+        """A sidecar is no history: one that is damaged is kept under another name, and begun anew
+        from what is known."""
+        try:
+            return read(path)
+        except RunError as error:
+            moved_to = set_aside(path)
+            self.set_aside.append(f"{error.__cause__}; it is {moved_to.name} now")
+            return read(path)
 
     @property
     def history_step(self) -> int:
@@ -263,7 +279,7 @@ class Recorder:
             case AuditLine():
                 self._take_audit(receipt)
             case EvaluationLine():
-                self._take_evaluation(receipt)
+                self._take_evaluation(file, receipt)
             case LoadedLine():
                 file.loaded = True
             case EnvironmentLine():
@@ -282,7 +298,7 @@ class Recorder:
                 file.attempt, file.epoch, base, tail.earlier, tail.own_first, tail.own_last
             )
         taken = file.merge.take(entry)
-        file.step = entry.step
+        file.step, file.entry_epoch = entry.step, entry.epoch or file.entry_epoch
         self.gauge.take(taken.entry)
         if taken.fields and taken.earlier is not None and taken.outcome is Outcome.DIVERGED:
             self._records.append(
@@ -347,7 +363,9 @@ class Recorder:
         self._samples = [*kept, *rows][-self._samples_keep :]
         self._files[self._directory.samples] = _dump(self._samples)
 
-    def _take_evaluation(self, line: EvaluationLine) -> None:
+    def _take_evaluation(self, file: _File, line: EvaluationLine) -> None:
+        if (file.entry_epoch or file.epoch) < self.epoch:
+            return  # receipts read again after a pivot: a branch that was left
         self.gauge.evaluation = {"step": line.step, "loss": line.loss, "arms": line.arms}
         if line.step > self.evaluated_step:
             self.evaluated_step = line.step
@@ -359,36 +377,25 @@ class Recorder:
         """The bandit as a verified checkpoint holds it: the operator's view in state.json."""
         if checkpoint["epoch"] is not None and checkpoint["epoch"] < self.epoch:
             return  # a pivot's base: its bandit belongs to the policy that was left
-        self._files[self._directory.state] = _dump(
-            {
-                "step": checkpoint["step"],
-                "epoch": checkpoint["epoch"],
-                "policy_digest": checkpoint["policy_digest"],
-                "targets_seen": checkpoint["targets_seen"],
-                "bandit": checkpoint["bandit"],
-                "arms": checkpoint["arms"],
-            }
-        )
+        self._show_state({key: checkpoint[key] for key in STATE_FIELDS})
 
-    def begin_epoch(self, epoch: int, base_step: int, policy_digest: str) -> None:
-        """Samples and state are those of one epoch; what an earlier one left is in its archive."""
-        self.epoch, self._base_step = epoch, base_step
+    def begin_epoch(
+        self, epoch: int, base_step: int, policy_digest: str, evaluated_step: int
+    ) -> None:
+        """Samples and state are those of one epoch; what an earlier one left is in its archive.
+        Evaluations above `evaluated_step` are not on record yet."""
+        self.epoch, self._base_step, self.evaluated_step = epoch, base_step, evaluated_step
         kept = [row for row in self._samples if row.get("epoch", epoch) >= epoch]
         if len(kept) != len(self._samples):
             self._samples = kept
             self._files[self._directory.samples] = _dump(kept)
-        state = read_state(self._directory.state)
-        if state and state.get("epoch") != epoch:
-            self._files[self._directory.state] = _dump(
-                {
-                    "step": base_step,
-                    "epoch": epoch,
-                    "policy_digest": policy_digest,
-                    "targets_seen": None,
-                    "bandit": {},
-                    "arms": {},
-                }
-            )
+        if self._state and self._state.get("epoch") != epoch:
+            fresh: Iterable[Any] = (base_step, epoch, policy_digest, None, {}, {})
+            self._show_state(dict(zip(STATE_FIELDS, fresh, strict=True)))
+
+    def _show_state(self, state: Json) -> None:
+        self._state = state
+        self._files[self._directory.state] = _dump(state)
 
     def store(self, path: Path, content: bytes) -> None:
         """A file that changes rarely, to be written with the next commit."""

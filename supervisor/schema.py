@@ -176,7 +176,7 @@ class Samples(_Table):
     ] = ("The ", "In Python, ", "def ")
     tokens: Count = 120
     temperature: Positive = 0.8
-    keep: Count = 200
+    keep: Annotated[int, Field(ge=1, le=10_000, description="an integer from 1 to 10000")] = 200
 
 
 class Evaluation(_Table):

@@ -1,12 +1,13 @@
 """The small JSON files of a run, as their readers get them: status, samples, state, training.
 
 What may live here: the shape of each, checked once where it is read. They are hints and views, not
-history: what is wrong with one is told with its place and what to do, and never goes further than
-its reader.
+history: what is wrong with one is told with its place and what to do. The supervisor itself sets a
+damaged one aside and goes on; no life ends of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +156,14 @@ def read_training(path: Path) -> Json:
     return _read(path, checked, {})
 
 
+def set_aside(path: Path) -> Path:
+    """Gives a damaged file a name under which nobody looks for it; returns that."""
+    names = (f"{path.name}.damaged{number or ''}" for number in itertools.count())
+    free = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    path.rename(free)
+    return free
+
+
 def _read(path: Path, check: Callable[[Any], T], missing: T) -> T:
     """What `check` makes of a file's JSON; `missing` where there is no file."""
     try:
@@ -166,5 +175,5 @@ def _read(path: Path, check: Callable[[Any], T], missing: T) -> T:
         return check(parse_json(raw, str(path), SIDECAR_BYTES_MAX))
     except ContractError as error:
         raise RunError(
-            f"{error}; expected what the supervisor wrote: move the file away to start afresh"
+            f"{error}; expected what the supervisor wrote: the next start begins it anew"
         ) from error

@@ -194,6 +194,7 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
             return replace(
                 durable,
                 pivot=None,
+                evaluated_step=min(durable.evaluated_step, record.base_step),
                 epoch=record.epoch,
                 epochs=(*durable.epochs, begun),
                 pins=durable.pins | {record.base_step},

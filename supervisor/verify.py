@@ -15,11 +15,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import orjson
 
@@ -47,6 +48,7 @@ _LOOKS: Final = 20
 _LOOK_SECONDS: Final = 0.1
 _STATE_FIELDS: Final = ("epoch", "policy_digest", "targets_seen", "bandit", "arms")
 
+T = TypeVar("T")
 Condemned = tuple[Found, str]  # a checkpoint whose bytes are known to be wrong, and why
 
 
@@ -274,8 +276,8 @@ class _Proof:
                 self.condemned.append((verdict.found, verdict.condemned))
             if verdict.summary is not None:
                 self._summaries[step] = verdict.summary
-        if self.living:
-            missing = self._still_missing(missing)
+        if self.living and missing:
+            missing = self._still(lambda records: missing & set(promises(records)))
         for step in sorted(missing):
             name = f"{checkpoint_stem(step)}{checkpoints.BINARY}"
             what = "missing; the journal says it is here"
@@ -285,26 +287,31 @@ class _Proof:
             self.report.notes.append(f"checkpoints of steps {unknown} are not on record yet")
         self.report.counts["checkpoints"] = len(found)
 
-    def _still_missing(self, steps: set[int]) -> set[int]:
-        """Those that a living supervisor does not take off the record either: it removes first
-        and journals then."""
-        for _ in range(_LOOKS if steps else 0):
+    def _still(self, wrong: Callable[[list[ev.Record]], T]) -> T:
+        """What is wrong by the journal of this moment, and stays so: a living supervisor may be
+        between a file and its record, and has gone on since the journal was read."""
+        for look in range(_LOOKS):
+            if look:
+                time.sleep(_LOOK_SECONDS)
             lines = journal.read(self.directory.journal)[0] if self._witness else []
-            steps = steps & set(promises(filter(None, map(ev.record_from_json, lines))))
-            if not steps:
+            found = wrong(list(filter(None, map(ev.record_from_json, lines))))
+            if not found:
                 break
-            time.sleep(_LOOK_SECONDS)
-        return steps
+        return found
 
     # --- the small files ---
 
     def _check_stored(self, records: Iterable[ev.Record]) -> None:
-        stored = {r.file: r.sha256 for r in records if isinstance(r, ev.FileStored)}
+        stored = _stored(records)
         for file, expected in sorted(stored.items()):
             path = self.directory.path / file
             data = self._content(path)
-            if data is not None and (found := contract.digest(data)) != expected:
-                what = f"its SHA-256 is {found}, the journal recorded {expected}"
+            if data is None:
+                continue
+            what = _differs(data, expected)
+            if what and self.living:
+                what = self._still(partial(_differs_now, path, file))
+            if what:
                 self._say(path, f"bytes 0 to {len(data)}", what)
         for path in sorted(self.directory.policies.glob("*.toml")):
             if self._witness and self._name(path) not in stored:
@@ -407,3 +414,18 @@ def _is_sample(row: object) -> bool:
         return False
     kinds: dict[str, type] = {"step": int, "prompt": str, "text": str}
     return all(isinstance(row.get(name), kind) for name, kind in kinds.items())
+
+
+def _stored(records: Iterable[ev.Record]) -> dict[str, str]:
+    """The SHA-256 of each file that the journal speaks of."""
+    return {one.file: one.sha256 for one in records if isinstance(one, ev.FileStored)}
+
+
+def _differs(data: bytes, expected: str) -> str:
+    found = contract.digest(data)
+    return "" if found == expected else f"its SHA-256 is {found}, the journal recorded {expected}"
+
+
+def _differs_now(path: Path, file: str, records: Iterable[ev.Record]) -> str:
+    expected = _stored(records).get(file)
+    return "" if expected is None else _differs(path.read_bytes(), expected)

@@ -298,6 +298,27 @@ def test_receipts_with_a_gap_end_the_attempt_and_not_the_run(run: Run) -> None:
     assert (ended["cause"], ended["step"]) == ("killed", 14)
 
 
+def test_damaged_sidecars_keep_no_run_from_going_on(run: Run) -> None:
+    supervisor = run.hold(15)
+    assert run.ask("stop").outcome == "done"
+    assert run.end(supervisor) == 0
+    files = [run.directory / name("run") for name in (contract.samples_name, contract.state_name)]
+    for path in files:
+        path.write_bytes(path.read_bytes()[:-9])
+    supervisor = run.hold(25)
+    (alarm,) = run.status()["alarms"]
+    assert alarm["name"] == "sidecars"
+    for path in files:
+        assert f"{path.name}: not JSON" in alarm["detail"]
+        assert f"it is {path.name}.damaged now" in alarm["detail"]
+    assert run.ask("stop", "s2").outcome == "done"
+    assert run.end(supervisor) == 0
+    run.open_gate()
+    assert run.finish() == 0
+    assert run.file_status()["alarms"] == []
+    assert_exact(run, 30)
+
+
 def test_old_receipts_that_stay_are_on_record_at_the_very_end(run: Run) -> None:
     supervisor = run.hold(15)
     stubborn = run.directory / contract.RECEIPTS / f"{contract.attempt_stem(0)}.jsonl"

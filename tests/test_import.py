@@ -21,6 +21,7 @@ from supervisor.contract import Json, checkpoint_stem
 from supervisor.history import History, write_andrea
 from supervisor.import_run import Imported
 from supervisor.rundir import RunDirectory, RunError
+from supervisor.sidecars import read_samples
 from supervisor.verify import verify
 
 PARAMETERS = 6
@@ -195,6 +196,17 @@ def test_samples_are_audits_of_ours(folder: Folder) -> None:
         for number in (2, 3, 4)
     ]
     assert verify(directory_of(made)).problems == []
+
+
+def test_of_many_samples_the_newest_are_taken(folder: Folder) -> None:
+    """All of them, with their token ids, were a file that the next start refused to read."""
+    many = [{"step": step, "ids": list(range(1000))} for step in range(100, 112_600, 100)]
+    folder.write_samples(many)
+    made = taken_in(folder)
+    rows = read_samples(directory_of(made).samples)
+    assert [row["step"] for row in rows] == [row["step"] for row in many[-200:]]
+    assert made.samples == 200
+    assert made.left_out == ["andrea-12m.samples.json: the 925 oldest audits; samples.keep is 200"]
 
 
 # --- what is left out, and said -------------------------------------------------------------------

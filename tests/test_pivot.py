@@ -355,6 +355,23 @@ def test_a_run_whose_trainer_lives_alone_is_not_pivoted(run: PivotRun) -> None:
     assert run.records("pivot_intended") == []
 
 
+def test_what_a_start_sweeps_away_is_of_a_pivot_that_never_was(run: PivotRun) -> None:
+    policies, archives = run.directory / "policies", run.directory / "archive"
+    assert run.finish("--set", "training.steps=20") == 0
+    theirs = [policies / "next-idea.toml", policies / "notes", policies / "0002.toml.bak"]
+    left = [policies / "0002.toml", policies / "0003.run.toml", policies / ".tmp-1234-0001.toml"]
+    for path in (*theirs, *left, archives / "notes"):
+        path.write_text("x")
+    (policies / "old").mkdir()
+    (archives / "pivot-0001-step_000010").mkdir()
+    assert run.finish("--set", "training.steps=30") == 0
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in theirs)
+    assert (policies / "old").is_dir()
+    assert [path.name for path in archives.iterdir()] == ["notes"]
+    assert run.file_status()["alarms"] == []
+
+
 def test_a_run_without_a_checkpoint_has_nothing_to_begin_from(run: PivotRun) -> None:
     run.faults = "exit80@50"
     assert run.finish() == 1

@@ -23,7 +23,8 @@ from supervisor.contract import (
 )
 from supervisor.ledger import Ledger, read_entries
 from supervisor.recorder import Gauge, Recorder
-from supervisor.rundir import RunDirectory, RunError
+from supervisor.rundir import RunDirectory
+from supervisor.state import fold
 
 
 def entry(step: int, attempt: int = 1, loss: float | None = None, **more: Any) -> Entry:
@@ -429,7 +430,7 @@ def test_an_evaluation_is_journalled_once(desk: Desk) -> None:
     assert desk.commit() == [ev.Evaluated(2, 2.5, line.arms)]
     assert desk.recorder.gauge.evaluation == {"step": 2, "loss": 2.5, "arms": line.arms}
     desk.reopen()
-    desk.recorder.evaluated_step = 2
+    desk.recorder.begin_epoch(1, 0, "d", 2)
     desk.recorder.follow(1, 0, 1)
     desk.pump()
     assert desk.commit() == []
@@ -476,23 +477,6 @@ def test_what_a_commit_could_not_take_is_given_back_and_newer_content_wins(desk:
     assert [row["text"] for row in json.loads(content)] == ["old", "new"]
 
 
-@pytest.mark.parametrize(("name", "content"), [("samples", b"{}"), ("samples", b"[1]")])
-def test_a_damaged_list_is_named(desk: Desk, name: str, content: bytes) -> None:
-    path: Path = getattr(desk.directory, name)
-    path.write_bytes(content)
-    with pytest.raises(RunError, match=rf"{path.name}.*: expected an (array|object)"):
-        Recorder(desk.directory, desk.ledger, 200)
-
-
-def test_a_damaged_object_is_named(desk: Desk) -> None:
-    desk.directory.training.write_bytes(b"[]")
-    with pytest.raises(RunError, match=r"training\.json: expected an object"):
-        Recorder(desk.directory, desk.ledger, 200)
-    desk.directory.training.write_bytes(b"{")
-    with pytest.raises(RunError, match=r"training\.json: not JSON"):
-        Recorder(desk.directory, desk.ledger, 200)
-
-
 # --- figures --------------------------------------------------------------------------------------
 
 
@@ -521,7 +505,7 @@ def test_a_new_life_knows_the_last_entry(desk: Desk) -> None:
 def test_an_audit_of_a_policy_that_was_left_does_not_come_back(desk: Desk) -> None:
     """A supervisor killed just after a pivot reads the old receipts again: their audits are in the
     archive, and samples.json is of the ruling epoch alone."""
-    desk.recorder.begin_epoch(2, 3, "d")
+    desk.recorder.begin_epoch(2, 3, "d", 0)
     desk.recorder.follow(1, 0, 1)
     desk.write(1, AuditLine(3, 1.0, 1, 1, [{"prompt": "The ", "text": "old"}], {}))
     assert desk.pump() == ""
@@ -559,7 +543,7 @@ def test_an_epoch_begins_with_empty_samples_and_a_fresh_state(desk: Desk) -> Non
     desk.pump()
     desk.recorder.remember_bandit(checkpoint_of(4, 1))
     desk.commit()
-    desk.recorder.begin_epoch(2, 4, "d2")
+    desk.recorder.begin_epoch(2, 4, "d2", 0)
     assert desk.unsynced(), "to be written with the next commit"
     assert desk.recorder.epoch == 2
     desk.commit()
@@ -576,7 +560,7 @@ def test_an_epoch_begins_with_empty_samples_and_a_fresh_state(desk: Desk) -> Non
 
 def test_an_epoch_that_goes_on_loses_nothing(desk: Desk) -> None:
     """Every start of a supervisor begins the ruling epoch again."""
-    desk.recorder.begin_epoch(2, 4, "d2")
+    desk.recorder.begin_epoch(2, 4, "d2", 0)
     desk.recorder.follow(2, 4, 2)
     new = AuditLine(5, 1.0, 2, 2, [{"prompt": "The ", "text": "new"}], {"prose": 1.0})
     desk.write(2, Entry(5, 2.0, attempt=2, epoch=2), new)
@@ -586,7 +570,7 @@ def test_an_epoch_that_goes_on_loses_nothing(desk: Desk) -> None:
     samples, state = desk.samples(), state_of(desk)
     assert (len(samples), state["bandit"]) == (1, {"kind": "ducb", "pulls": 5})
     desk.reopen()
-    desk.recorder.begin_epoch(2, 4, "d2")
+    desk.recorder.begin_epoch(2, 4, "d2", 0)
     assert not desk.unsynced(), "there is nothing to write"
     desk.commit()
     assert (desk.samples(), state_of(desk)) == (samples, state)
@@ -600,13 +584,13 @@ def test_of_mixed_samples_those_of_the_ruling_epoch_stay(desk: Desk) -> None:
     ]
     desk.directory.samples.write_text(json.dumps(rows))
     desk.reopen()
-    desk.recorder.begin_epoch(2, 3, "d2")
+    desk.recorder.begin_epoch(2, 3, "d2", 0)
     desk.commit()
     assert [row["step"] for row in desk.samples()] == [4, 5]
 
 
 def test_without_a_state_none_is_made_up(desk: Desk) -> None:
-    desk.recorder.begin_epoch(2, 3, "d2")
+    desk.recorder.begin_epoch(2, 3, "d2", 0)
     assert not desk.unsynced()
     assert not desk.directory.state.exists()
 
@@ -614,7 +598,7 @@ def test_without_a_state_none_is_made_up(desk: Desk) -> None:
 def test_the_bandit_of_a_policy_that_was_left_is_not_shown(desk: Desk) -> None:
     """The base of a pivot is verified after the switch too: what it holds belongs to the epoch
     before, and must not come back as the state of the new one."""
-    desk.recorder.begin_epoch(2, 4, "d2")
+    desk.recorder.begin_epoch(2, 4, "d2", 0)
     desk.recorder.remember_bandit(checkpoint_of(4, 1))
     assert not desk.unsynced()
     desk.recorder.remember_bandit(checkpoint_of(8, 2))
@@ -645,7 +629,7 @@ def test_the_history_ends_at_the_base_until_the_new_epoch_has_a_step(desk: Desk)
     desk.pump()
     desk.commit()
     assert desk.recorder.history_step == 8
-    desk.recorder.begin_epoch(2, 5, "d2")
+    desk.recorder.begin_epoch(2, 5, "d2", 0)
     assert desk.recorder.history_step == 5
     desk.recorder.follow(2, 5, 2)
     desk.write(2, Entry(6, 9.0, attempt=2, epoch=2))
@@ -660,7 +644,7 @@ def test_a_base_beyond_the_history_adds_no_step(desk: Desk) -> None:
     desk.recorder.follow(1, 0, 1)
     desk.write(1, entry(1), entry(2))
     desk.pump()
-    desk.recorder.begin_epoch(2, 5, "d2")
+    desk.recorder.begin_epoch(2, 5, "d2", 0)
     assert desk.recorder.history_step == 2
 
 
@@ -668,15 +652,76 @@ def test_a_pivot_at_the_end_of_the_history_leaves_nothing_behind(desk: Desk) -> 
     desk.recorder.follow(1, 0, 1)
     desk.write(1, *(entry(step) for step in range(1, 5)))
     desk.pump()
-    desk.recorder.begin_epoch(2, 4, "d2")
+    desk.recorder.begin_epoch(2, 4, "d2", 0)
     assert desk.recorder.history_step == 4
     desk.reopen()
     assert desk.recorder.history_step == 4
-    desk.recorder.begin_epoch(2, 4, "d2")
+    desk.recorder.begin_epoch(2, 4, "d2", 0)
     assert desk.recorder.history_step == 4
 
 
 def test_an_empty_history_ends_at_zero_in_any_epoch(desk: Desk) -> None:
     assert desk.recorder.history_step == 0
-    desk.recorder.begin_epoch(3, 7, "d3")
+    desk.recorder.begin_epoch(3, 7, "d3", 0)
     assert desk.recorder.history_step == 0
+
+
+def test_a_branch_is_evaluated_anew_after_a_rollback(desk: Desk) -> None:
+    """What was on record up to step 4 was the other branch's: the new one's own evaluations below
+    that belong to history too, each once; receipts that are read again add none."""
+
+    def evaluated(step: int, attempt: int) -> EvaluationLine:
+        return EvaluationLine(step, attempt, 2.0 * attempt, {})
+
+    branch = [(entry(step), evaluated(step, 1)) for step in range(1, 5)]
+    desk.write(1, *(line for pair in branch for line in pair))
+    desk.recorder.follow(1, 0, 1)
+    desk.pump()
+    rollback = ev.PolicySwitched("q", 2, 1, 2, "", "", "", "", "")
+    durable = fold([*desk.commit(), rollback])
+    assert durable.evaluated_step == 2
+    desk.reopen()
+    desk.recorder.begin_epoch(2, 2, "d2", durable.evaluated_step)
+    desk.recorder.follow(1, 0, 1)
+    desk.pump()
+    assert desk.commit() == [], "the left branch's, read again after a kill"
+    assert desk.recorder.gauge.evaluation is None
+    desk.recorder.follow(2, 2, 2)
+    for step in (3, 4, 5):
+        desk.write(2, Entry(step, 9.0, attempt=2, epoch=2), evaluated(step, 2))
+    desk.pump()
+    assert desk.commit() == [ev.Evaluated(step, 4.0, {}) for step in (3, 4, 5)]
+
+
+# --- damaged sidecars -----------------------------------------------------------------------------
+
+
+DAMAGES = {
+    "samples": [b'{"torn', b"{}", b"[1]", b'[{"step": 1, "prompt": "p"}]'],
+    "training": [b'{"torn', b"[]", b'{"attempt-0001": 1}'],
+    "state": [b'{"torn', b"[]", b"[" * 10_000],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [(name, content) for name, all_ in DAMAGES.items() for content in all_]
+)
+def test_a_damaged_sidecar_is_kept_and_begun_anew(desk: Desk, name: str, content: bytes) -> None:
+    """They are views: none of them may keep a run from going on."""
+    path: Path = getattr(desk.directory, name)
+    for _ in range(2):
+        path.write_bytes(content)
+        desk.reopen()
+        (told,) = desk.recorder.set_aside
+        assert str(path) in told
+        assert not path.exists()
+    desk.reopen()
+    assert desk.recorder.set_aside == []
+    for ending in ("damaged", "damaged1"):
+        assert path.with_name(f"{path.name}.{ending}").read_bytes() == content
+    desk.recorder.begin_epoch(1, 0, "d", 0)
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, audit(0, "new"))
+    desk.pump()
+    desk.commit()
+    assert [row["text"] for row in desk.samples()] == ["new"]

@@ -59,7 +59,7 @@ def test_a_status_that_is_none_is_told(tmp_path: Path, wrong: object, words: str
         read_status(tmp_path)
     assert str(path) in str(told.value)
     assert words in str(told.value)
-    assert "move the file away" in str(told.value)
+    assert "the next start begins it anew" in str(told.value)
 
 
 @pytest.mark.parametrize("wrong", [{}, [1], [{**SAMPLE, "step": "ten"}], [{**SAMPLE, "text": 1}]])

@@ -707,6 +707,44 @@ def test_stored_files_that_are_gone_are_named(copy: RunDirectory) -> None:
     assert found == {"policies/0001.toml": "missing", "run.toml": "missing"}
 
 
+def test_a_living_supervisor_may_change_the_settings_meanwhile(
+    built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints are read for minutes, and a pivot may rewrite files in that time; it is on
+    record first and written then."""
+    original = verify.__globals__["time"].sleep
+    early, late = "early", "late"
+    file = built.directory.policies / "0001.toml"
+
+    def stored(text: str) -> None:
+        built.record(ev.FileStored("policies/0001.toml", contract.digest(text.encode())))
+
+    def write_it(seconds: float) -> None:
+        monkeypatch.setattr("supervisor.verify.time.sleep", original)
+        file.write_text(early + late)
+
+    file.write_text(early)
+    stored(early)
+    stored(early + late)
+    monkeypatch.setattr("supervisor.verify.time.sleep", write_it)
+    with built.directory.lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert built.problems() == []
+        original_check = verify.__globals__["_Proof"]._check_checkpoints
+
+        def pivot_meanwhile(*arguments: object) -> None:
+            original_check(*arguments)
+            file.write_text(early)
+            stored(early)
+
+        monkeypatch.setattr(verify.__globals__["_Proof"], "_check_checkpoints", pivot_meanwhile)
+        assert built.problems() == []
+        monkeypatch.setattr("supervisor.verify.time.sleep", lambda seconds: None)
+        file.write_text(late)
+        monkeypatch.setattr(verify.__globals__["_Proof"], "_check_checkpoints", original_check)
+        assert {one.file for one in built.problems()} == {"policies/0001.toml"}, "and stays so"
+
+
 def test_settings_that_do_not_parse_are_named_by_key(built: Built) -> None:
     text = '[run]\nname = "run"\n[training]\nsteps = "many"\n'
     built.directory.run_file.write_text(text)
