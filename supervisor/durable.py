@@ -296,20 +296,22 @@ class AppendFile:
 
     def _write_again(self) -> None:
         """Brings everything since the last good sync to the device through a new descriptor."""
-        with self._state:
-            self._doubtful = True
-            # Through /proc, because the run directory may have been renamed since.
-            descriptor = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDWR)
-            try:
+        self._doubtful = True
+        # Through /proc, because the run directory may have been renamed since.
+        descriptor = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with self._state:
+                end, count = self.end, len(self._unsynced)
                 data = b"".join((*self._unsynced, self._closing))
                 write_all(descriptor, data, self._synced_end)
-                os.fdatasync(descriptor)
+            os.fdatasync(descriptor)  # what is appended meanwhile is the next sync's
+            with self._state:
                 self._descriptor, descriptor = descriptor, self._descriptor
-            finally:
-                os.close(descriptor)  # the old one, or the new one where it failed too
-            self._unsynced.clear()
-            self._synced_end = self.end
-            self._doubtful = False
+                del self._unsynced[:count]
+                self._synced_end = end
+        finally:
+            os.close(descriptor)  # the old one, or the new one where it failed too
+        self._doubtful = False
 
     def _reserve(self) -> None:
         """Keeps at least RESERVE_BYTES allocated ahead, so that a full disk stops us last."""

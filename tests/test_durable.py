@@ -463,6 +463,35 @@ def test_an_append_does_not_wait_for_a_sync_in_another_thread(
     assert path.read_bytes() == b"[\n1,\n2\n]\n", "and was kept in memory for the next"
 
 
+def test_an_append_does_not_wait_for_a_disk_that_fails_slowly(
+    growing: AppendFile, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first sync fails, and what was not synced is on its way once more: for as long as a
+    broken device takes to say so."""
+    started, release = threading.Event(), threading.Event()
+    answers = iter((errno.EIO, 0))
+
+    def slow(fd: int) -> None:
+        if code := next(answers):
+            raise OSError(code, "lost")
+        started.set()
+        assert release.wait(60)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    growing.append(b"\n1")
+    thread = threading.Thread(target=growing.sync)
+    thread.start()
+    assert started.wait(60)
+    growing.append(b",\n2")  # would wait for ever
+    release.set()
+    thread.join()
+    assert path.read_bytes() == b"[\n1,\n2\n]\n"
+    assert growing.unsynced_bytes == len(b",\n2"), "the later append was not part of that sync"
+    monkeypatch.setattr(os, "fdatasync", lambda fd: None)
+    growing.sync()
+    assert growing.unsynced_bytes == 0
+
+
 def test_space_is_reserved_ahead_and_a_refusal_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
