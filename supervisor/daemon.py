@@ -382,7 +382,10 @@ class Daemon:
             self._feed(self._inbox.popleft())
         if self._merging and self.recorder.idle and self.pipeline.idle:
             self._merging = False
-            self._inbox.append(ev.Merged(time.monotonic(), self.recorder.history_step))
+            merged = ev.Merged(
+                time.monotonic(), self.recorder.history_step, self.recorder.last_attempt
+            )
+            self._inbox.append(merged)
         self.pipeline.start(time.monotonic())
 
     def _feed(self, event: ev.Event) -> None:

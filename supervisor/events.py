@@ -192,10 +192,12 @@ class Reaped:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Every receipt there is has been merged and synced; the history ends at `step`."""
+    """Every receipt there is has been merged and synced; the history ends at `step`. `attempt` is
+    the highest that has left receipts: a trainer that worked alone numbers its lives itself."""
 
     now: float
     step: int
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ def _adopt(turn: Turn, found: ev.Holder, wish: str, stepped: bool) -> None:
 
 def _merged(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Merged)
-    turn.set(history_step=event.step, step=event.step)
+    turn.set(history_step=event.step, step=event.step, merged_attempt=event.attempt)
     if moves.stop_wanted(turn):
         moves.end(turn, "stopped", "stopped as asked")
         return

@@ -40,7 +40,7 @@ def clear(turn: Turn, base_step: int) -> None:
 def spawn(turn: Turn, resume_step: int) -> None:
     durable = turn.state.durable
     owner, until_step = durable.owner(resume_step)
-    attempt = durable.attempt + 1
+    attempt = max(durable.attempt, turn.state.merged_attempt) + 1
     word = f"{durable.run_id}:{turn.state.life}:{attempt}"
     nonce = hashlib.sha256(word.encode()).hexdigest()[:16]
     turn.append(ev.AttemptStarted(attempt, nonce, resume_step, owner.number, until_step))

@@ -118,6 +118,7 @@ class Recorder:
         if ledger.last is not None:
             self.gauge.take(ledger.last)
         self.evaluated_step = 0
+        self.last_attempt = 0  # the highest that has left receipts
         self.epoch = 1
         self._base_step = 0
         self.exit_line: ExitLine | None = None
@@ -202,6 +203,7 @@ class Recorder:
         of a trainer that was alone, whose first entry tells where it began."""
         current = self._file.attempt if self._file is not None else None
         for attempt, path in self._directory.receipt_files():
+            self.last_attempt = max(self.last_attempt, attempt)
             if attempt == current or (begun is not None and attempt < begun.attempt):
                 continue
             if begun is not None and attempt == begun.attempt:

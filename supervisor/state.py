@@ -330,6 +330,7 @@ class State:
     life: str = ""
     step: int = 0
     history_step: int = 0
+    merged_attempt: int = 0  # the highest that receipts were found of
     attempt_verified: int = 0
     trainer_phase: str = ""
     trainer_pid: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from supervisor.log import Log
 from supervisor.rundir import RunDirectory, take_trainer_lock
 from supervisor.tree import Tree
 
-NONCE = "0123456789abcdef"
+NONCE = secrets.token_hex(8)  # of no process that another test kills by it
 WAITS = "import signal; print('up', flush=True); signal.pause()"
 DEAF = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True); signal.pause()"
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 import trainer_kit as kit
 
-from supervisor import config, contract
+from supervisor import config, contract, journal, ledger
 from supervisor.contract import EnvironmentLine
 from supervisor.link import Link
 from trainer import checkpoint, device, optimizer
@@ -438,6 +438,35 @@ def test_a_disk_too_full_for_the_exit_record_does_not_hide_how_the_life_ended(
     told = finished(tmp_path, code=65)
     assert "no file matches" in told
     assert "the exit record could not be written" in told
+
+
+def test_a_supervisor_counts_on_from_the_lives_that_were_alone(tmp_path: Path) -> None:
+    """Two attempts with one number would write one receipt file, and the second would be taken for
+    a trainer that executes what nobody asked for, and killed."""
+    ours = kit.settings_of(tmp_path)
+    with kit.switches_restored():
+        kit.live(ours, script={3: kit.term})
+        kit.live(ours, 2, script={6: kit.term})
+    (tmp_path / "run" / contract.RUN_FILE).write_text(config.dump(ours))
+    arguments = ("supervisor", "start", "--config", kit.write_config(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(kit.ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=kit.DEADLINE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    records, _ = journal.read(tmp_path / "run" / contract.JOURNAL_FILE)
+    started = [one for one in records if one["record"] == "attempt_started"]
+    assert [(one["attempt"], one["resume_step"]) for one in started] == [(3, 6)]
+    assert not [one for one in records if one["record"] == "alarmed"]
+    entries, _ = ledger.read_entries(tmp_path / "run" / contract.ledger_name("tiny"))
+    assert [(one.step, one.attempt) for one in entries] == [
+        (step, (step + 2) // 3 if step <= 6 else 3) for step in range(1, 13)
+    ]
 
 
 # --- for a supervisor -----------------------------------------------------------------------------

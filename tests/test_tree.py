@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from supervisor.log import Log
 from supervisor.rundir import RunDirectory, lock_holder, take_trainer_lock
 from supervisor.tree import Member, Tree
 
-NONCE = "0123456789abcdef"
+NONCE = secrets.token_hex(8)  # of no process that another test kills by it
 
 
 @pytest.fixture(params=MECHANISMS)

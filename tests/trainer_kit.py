@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from trainer.__main__ import main
 from trainer.loop import Loop
 
 ROOT = Path(__file__).parent.parent
-NONCE = "0123456789abcdef"
+NONCE = secrets.token_hex(8)  # of no process that another test kills by it
 DEADLINE_SECONDS = 60.0
 
 PROSE = [
