@@ -193,6 +193,13 @@ class EpochFiles:
             sha256 = digest(content)
             if on_record.get(name) != sha256:
                 stored.append(ev.FileStored(name, sha256))
-            if not path.exists() or path.read_bytes() != content:
+            if not _holds(path, content):
                 self._recorder.store(path, content)
         return stored
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    try:
+        return path.read_bytes() == content
+    except OSError:
+        return False  # not there, or not to be read: it is written anew

@@ -254,7 +254,7 @@ def parse_entry(value: Any, where: str) -> Entry:
         time=optional(decode_number, "time"),
         attempt=optional(count, "attempt"),
         epoch=optional(count, "epoch"),
-        arm=optional(text, "arm"),
+        arm=optional(identifier, "arm"),
         targets_seen=optional(integer, "targets_seen"),
         learning_rate=optional(decode_number, "learning_rate"),
         gradient_norm=optional(decode_number, "gradient_norm"),
@@ -673,6 +673,10 @@ def _moment(value: Any, where: str) -> str:
     return str(value)
 
 
+def _parameters(value: Any, where: str) -> int:
+    return integer(value, where, 1, INT32_MAX)
+
+
 _LIFE: Final[_Schema] = {"attempt": (count, _REQUIRED), "nonce": (text, _REQUIRED)}
 
 # Trainer to supervisor.
@@ -682,7 +686,7 @@ UP: Final[dict[str, _Schema]] = {
         "version": (count, _REQUIRED),
         "pid": (count, _REQUIRED),
         "step": (count, _REQUIRED),
-        "parameters": (count, _REQUIRED),
+        "parameters": (_parameters, _REQUIRED),
         "policy_digest": (text, _REQUIRED),
         "capabilities": (texts, _REQUIRED),
     },

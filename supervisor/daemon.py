@@ -342,7 +342,15 @@ class Daemon:
         """Checkpoints that no message announced: signal-only trainers, a link that was away."""
         if self.state.phase in ("idle", "starting", "backoff"):
             return  # the selection is at work on them, or will be
-        there = find(self.directory.checkpoints)
+        opened = self.state.durable.open
+        if opened is not None and self.recorder.attempt != opened.attempt:
+            return  # not adopted yet: nobody has looked at its receipts
+        try:
+            there = find(self.directory.checkpoints)
+        except OSError as error:
+            self._alarm("checkpoints", f"they cannot be looked at: {error}")
+            return
+        self._alarm("checkpoints", "")
         if not self.recorder.at_end():
             return  # the entry that one of them is bound to may not be taken in yet
         for found in there:

@@ -122,7 +122,18 @@ class Recorder:
         self.epoch = 1
         self._base_step = 0
         self.exit_line: ExitLine | None = None
-        self.trouble = ""
+        self._refused = ""  # by the ledger
+        self._unreadable = ""
+
+    @property
+    def trouble(self) -> str:
+        """Why receipts do not become history at this moment, or nothing; it is tried again."""
+        return self._refused or self._unreadable
+
+    @property
+    def attempt(self) -> int | None:
+        """The one whose receipts are being read."""
+        return None if self._file is None else self._file.attempt
 
     def _read(self, read: Callable[[Path], T], path: Path) -> T:
         """A sidecar is no history: one that is damaged is kept under another name, and begun anew
@@ -181,7 +192,11 @@ class Recorder:
             return False
         if file is None or file.refused:
             return True
-        return file.offset >= size_of(file.path)
+        try:
+            return file.offset >= size_of(file.path)
+        except OSError as error:
+            self._unreadable = str(error)
+            return False
 
     def close(self) -> None:
         self._let_go()
@@ -234,6 +249,7 @@ class Recorder:
 
     def pump(self) -> str:
         """Takes in at most PUMP_BYTES. Returns what is wrong with the receipts, or nothing."""
+        self._unreadable = ""
         if not self._settle_owed():
             return ""
         if self._waiting and self.at_end():
@@ -241,9 +257,13 @@ class Recorder:
             self._let_go()
             self._file = self._waiting.popleft()
         file = self._file
-        if file is None or file.refused or not self._opened(file):
+        try:
+            if file is None or file.refused or not self._opened(file):
+                return ""
+            data = os.pread(file.descriptor, PUMP_BYTES, file.offset)
+        except OSError as error:  # a disk that fails for a moment
+            self._unreadable = str(error)
             return ""
-        data = os.pread(file.descriptor, PUMP_BYTES, file.offset)
         file.offset += len(data)
         *lines, file.rest = (file.rest + data).split(b"\n")
         try:
@@ -339,23 +359,23 @@ class Recorder:
         except LedgerFailure as failure:
             self._unsynced = self._unsynced or failure.appended > 0
             del self._owed[: failure.appended]
-            self.trouble = str(failure)
+            self._refused = str(failure)
             return False
         self._owed = []
         self._unsynced = True
-        self.trouble = ""
+        self._refused = ""
         return True
 
     def _take_audit(self, audit: AuditLine) -> None:
         if audit.epoch < self.epoch:
             return  # receipts read again after a pivot: this audit is in the archive
         rows = [
-            {
+            sample
+            | {
                 "step": audit.step,
                 "time": audit.time,
                 "attempt": audit.attempt,
                 "epoch": audit.epoch,
-                **sample,
                 "arm_shares": audit.arm_shares,
             }
             for sample in audit.samples

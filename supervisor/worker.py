@@ -36,6 +36,8 @@ class Worker:
         self._outcomes: deque[Outcome | BaseException] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._tickets = 0
+        self._hint: Job | None = None
+        self._hinting = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="sync-worker", daemon=True)
         self._thread.start()
 
@@ -50,8 +52,12 @@ class Worker:
         return self._tickets
 
     def submit_hint(self, job: Job) -> None:
-        """A job whose end nobody waits for, success or failure: it wakes nobody up."""
-        self._jobs.put((None, job, False))
+        """A job whose end nobody waits for, success or failure: it wakes nobody up. One that still
+        waits for its turn is dropped for a newer: on a slow disk they would become many."""
+        with self._hinting:
+            waits, self._hint = self._hint is not None, job
+        if not waits:
+            self._jobs.put((None, self._do_hint, False))
 
     def outcomes(self) -> list[Outcome]:
         """Every job that has ended since. Re-raises what only a bug can raise."""
@@ -70,6 +76,12 @@ class Worker:
         self._jobs.put(None)
         self._thread.join()
         os.close(self._wake_fd)
+
+    def _do_hint(self) -> None:
+        with self._hinting:
+            job, self._hint = self._hint, None
+        if job is not None:
+            job()
 
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None:

@@ -94,6 +94,24 @@ def test_a_start_adopts_the_trainer_that_lives(run: Run) -> None:
     assert {r["step"] for r in run.records("checkpoint_committed")} == {10, 14, 20, 30}
 
 
+def test_a_checkpoint_of_the_time_alone_is_bound_to_the_entry_of_its_step(run: Run) -> None:
+    """It is found at the first look, and verified before its receipts are read: of days alone there
+    are many."""
+    run.set("training", steps=2000)
+    run.set("checkpoint", every=500)
+    orphan(run, 8)
+    run.gate(1900)
+    wait_until(lambda: receipts_reach(run, 1900), "receipts up to step 1900")
+    run.patch("recorder", "PUMP_BYTES", 20)
+    supervisor = run.start()
+    run.wait_for_status(phase="running", step=1900)
+    run.open_gate()
+    assert run.end(supervisor) == 0
+    committed = run.records("checkpoint_committed")
+    bound = {one["step"]: one["ledger_entries"] for one in committed}
+    assert bound == {step: step for step in (500, 1000, 1500, 2000)}
+
+
 @pytest.mark.parametrize(("reason", "answered"), [("cadence", False), ("sigusr1", True)])
 def test_a_checkpoint_of_before_is_no_answer_to_a_request(reason: str, answered: bool) -> None:
     # It went out as a signal; the first that is heard of the trainer is what it did while alone.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -343,6 +344,26 @@ def test_the_exit_line_is_that_of_the_attempt(desk: Desk) -> None:
 # --- the disk refuses -----------------------------------------------------------------------------
 
 
+def test_a_disk_that_cannot_be_read_for_a_moment_is_asked_again(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.first_step()
+    desk.write(1, entry(2))
+
+    def refuse(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", refuse)
+        assert desk.recorder.pump() == "", "it is no fault of the trainer's"
+        assert "Input/output error" in desk.recorder.trouble
+        assert not desk.recorder.at_end(), "so no death is judged and nothing is started"
+    assert desk.pump() == ""
+    assert desk.recorder.trouble == ""
+    desk.commit()
+    assert desk.steps() == [(1, 1), (2, 1)]
+
+
 def test_a_full_disk_keeps_the_steps_owed_and_loses_none(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,6 +441,25 @@ def test_only_the_newest_samples_are_kept(tmp_path: Path) -> None:
     desk.commit()
     assert [row["text"] for row in desk.samples()] == ["b", "c"]
     desk.close()
+
+
+def test_a_sample_cannot_say_of_which_step_it_is(desk: Desk) -> None:
+    """It is a peer's: the audit it came in says that."""
+    desk.recorder.follow(1, 0, 1)
+    sample = {"prompt": "The ", "text": "new", "step": "ten", "epoch": 9, "more": 1}
+    desk.write(1, AuditLine(1, 1.0, 1, 1, [sample], {}), AuditLine(2, 1.0, 1, 1, [sample], {}))
+    assert desk.pump() == ""
+    desk.commit()
+    assert [(row["step"], row["epoch"], row["more"]) for row in desk.samples()] == [
+        (1, 1, 1),
+        (2, 1, 1),
+    ]
+
+
+def test_an_arm_has_a_name_that_fits_into_the_history(desk: Desk) -> None:
+    desk.recorder.follow(1, 0, 1)
+    desk.write(1, Entry(1, 2.0, attempt=1, epoch=1, arm="prose" * 14_000))
+    assert "arm: expected a text of 1 to" in desk.pump()
 
 
 def test_an_evaluation_is_journalled_once(desk: Desk) -> None:

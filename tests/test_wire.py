@@ -182,6 +182,7 @@ GARBAGE = [
     [contract.encode_message("step", attempt=3, nonce=NONCE)],
     [contract.encode_message("step", attempt=3, nonce=NONCE, step="many", loss=1.0)],
     [contract.encode_message("step", attempt=True, nonce=NONCE, step=1, loss=1.0)],
+    [up("hello", **HELLO | {"parameters": 0})],  # no checkpoint has that size
 ]
 
 

@@ -85,6 +85,29 @@ def test_a_bug_ends_the_life_of_the_loop(worker: Worker) -> None:
     assert worker.outcomes() == []
 
 
+def test_of_the_hints_that_wait_only_the_newest_is_done(worker: Worker) -> None:
+    """One a second while the disk syncs for an hour is no reason to write thousands."""
+    begun, release = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        assert release.wait(60)
+
+    done: list[int] = []
+    worker.submit(slow)
+    assert begun.wait(60)
+    for number in range(1000):
+        worker.submit_hint(partial(done.append, number))
+    release.set()
+    worker.submit(lambda: None)
+    outcomes(worker, 2)
+    assert done == [999]
+    worker.submit_hint(partial(done.append, 1000))
+    worker.submit(lambda: None)
+    outcomes(worker, 1)
+    assert done == [999, 1000]
+
+
 def test_close_finishes_what_was_submitted() -> None:
     worker = Worker()
     done: list[int] = []
