@@ -6,7 +6,7 @@ in `rows`; what to append is decided in `replay`; how bytes reach the device is 
 Invariants:
 - The bytes up to the end of an entry never change once it is written; what a later append
   overwrites is only the closing `\\n]\\n`. So any earlier state, less its closing, is a prefix of
-  any later one, which is what `binding` records and `prove` checks.
+  any later one, which is what `binding` records and `ledger_proof` checks.
 - Repair keeps the longest prefix of whole entries. It never drops a whole entry that stands before
   the damage, and sets aside what it drops where that could be more than one broken line.
 - Readers take no lock and change nothing. A torn tail (a writer in mid-append, a power loss) is
@@ -45,7 +45,6 @@ from supervisor.rows import (
     SEPARATOR,
     LedgerDamaged,
     Row,
-    end_of_entry,
     hash_range,
     is_ours,
     rows_backward,
@@ -377,22 +376,3 @@ def tail_after(path: StrPath, step: int, attempt: int) -> Tail:
             earlier[entry.step] = entry
             lowest = entry.step
     return Tail(earlier, own[-1] if own else None, own[0] if own else None)
-
-
-def prove(path: StrPath, count: int, sha256: str) -> str | None:
-    """What is wrong with the first `count` entries, against the digest `binding` gave; or None."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        end = end_of_entry(descriptor, count)
-        if end is None:
-            return f"{path}: holds fewer than the {count} entries that the journal recorded"
-        hasher = hashlib.sha256()
-        hash_range(hasher, descriptor, 0, end)
-    finally:
-        os.close(descriptor)
-    if hasher.hexdigest() == sha256:
-        return None
-    return (
-        f"{path}: the first {count} entries have SHA-256 {hasher.hexdigest()}, the journal recorded"
-        f" {sha256}: an entry that was written has changed"
-    )

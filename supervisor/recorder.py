@@ -411,9 +411,8 @@ class Recorder:
         files, self._files = self._files, {}
         return files
 
-    def give_back(self, recorded: tuple[int, int] | None, files: Mapping[Path, bytes]) -> None:
+    def give_back(self, files: Mapping[Path, bytes]) -> None:
         """What a commit could not take yet; newer content of a file wins."""
-        self._unsynced = self._unsynced or recorded is not None
         self._files = {**files, **self._files}
 
 

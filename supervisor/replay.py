@@ -53,8 +53,6 @@ class Merge:
     """Merges the entries of one attempt, which resumed from the checkpoint of step `base`.
 
     `earlier`, `own_first` and `own_last` are the ledger's tail beyond `base` (`tail_after`).
-    `always_append_first`: the attempt is the first after a pivot, rollback or fork, so that its
-    first step is history of its own even if it equals what the branch left behind had recorded.
     """
 
     def __init__(
@@ -65,18 +63,15 @@ class Merge:
         earlier: Mapping[int, Entry],
         own_first: int | None = None,
         own_last: int | None = None,
-        always_append_first: bool = False,
     ) -> None:
         self.attempt = attempt
         self.epoch = epoch
         self.base = base
         self.last = base
         self.verified_steps = 0
-        self.first_diverged_step: int | None = None
         self._earlier = earlier
         self._own_first = own_first
         self._own_last = own_last
-        self._always_append_first = always_append_first
         self._appending = False
 
     def take(self, entry: Entry) -> Taken:
@@ -95,8 +90,6 @@ class Merge:
         self.last = entry.step
         self._appending = self._appending or taken.append
         self.verified_steps += taken.outcome is Outcome.VERIFIED
-        if taken.fields and self.first_diverged_step is None:
-            self.first_diverged_step = entry.step
         return taken
 
     def _complete(self, entry: Entry) -> Entry:
@@ -147,9 +140,7 @@ class Merge:
     def _comparable(self, entry: Entry) -> bool:
         """Whether the step was recorded before, in the same epoch and branch."""
         earlier = self._earlier.get(entry.step)
-        if earlier is None or earlier.epoch != entry.epoch:
-            return False
-        return not (self._always_append_first and entry.step == self.base + 1)
+        return earlier is not None and earlier.epoch == entry.epoch
 
 
 # --- why a step came out otherwise ----------------------------------------------------------------

@@ -119,30 +119,6 @@ def rows_backward(path: StrPath, descriptor: int, limit: int) -> Iterator[Row]:
             raise LedgerDamaged(f"{path}: what ends at offset {limit} is not a whole entry")
 
 
-def end_of_entry(descriptor: int, count: int) -> int | None:
-    """The offset after entry number `count`, or None where the file has fewer.
-
-    Where the file was cut behind that entry, its end is the end of the entry.
-    """
-    before, start = 0, 0
-    while block := read_range(descriptor, start, start + BLOCK_BYTES):
-        lines = block.count(b"\n")
-        if before + lines > count:
-            position = -1
-            for _ in range(count + 1 - before):
-                position = block.index(b"\n", position + 1)
-            start += position
-            break
-        before += lines
-        start += len(block)
-    if before < count and not block:
-        return None
-    last = read_range(descriptor, max(0, start - 2), start)
-    if last in (b"", CLOSING.rstrip()):
-        return None
-    return start - last.endswith(b",")
-
-
 def hash_range(hasher: hashlib._Hash, descriptor: int, start: int, stop: int) -> None:
     """Feeds the bytes [start, stop) of a file to a hasher."""
     for offset in range(start, stop, BLOCK_BYTES):

@@ -48,7 +48,6 @@ def test_steps_executed_again_are_verified_and_new_ones_appended() -> None:
     merge = Merge(2, 1, 100, history(101, 103))
     assert outcomes(merge, *(entry(step) for step in range(101, 106))) == "vvvaa"
     assert merge.verified_steps == 3
-    assert merge.first_diverged_step is None
 
 
 @pytest.mark.parametrize("field", DETERMINISTIC_FIELDS)
@@ -61,7 +60,6 @@ def test_the_first_difference_is_reported_once_and_appended_from_there_on(field:
     assert taken == Taken(Outcome.DIVERGED, later, (field,), entry(103, attempt=1))
     assert taken.append
     assert outcomes(merge, *(entry(step) for step in range(104, 112))) == "a" * 8
-    assert merge.first_diverged_step == 103
     assert merge.verified_steps == 2
 
 
@@ -81,7 +79,6 @@ def test_the_last_bit_of_a_loss_counts() -> None:
 def test_another_epoch_is_appended_and_not_compared() -> None:
     merge = Merge(2, 2, 100, history(101, 110, epoch=1))
     assert outcomes(merge, *(entry(step, epoch=2) for step in (101, 102))) == "aa"
-    assert merge.first_diverged_step is None
 
 
 def test_a_step_below_a_pivot_is_compared_under_the_epoch_that_owned_it() -> None:
@@ -90,14 +87,6 @@ def test_a_step_below_a_pivot_is_compared_under_the_epoch_that_owned_it() -> Non
     merge = Merge(2, 2, 100, earlier)
     steps = [entry(101), entry(102), entry(103, epoch=2), entry(104, epoch=2), entry(105, epoch=2)]
     assert outcomes(merge, *steps) == "vvvva"
-
-
-def test_the_first_step_after_a_pivot_is_always_appended() -> None:
-    merge = Merge(2, 1, 100, history(101, 110), always_append_first=True)
-    assert outcomes(merge, entry(101), entry(102)) == "aa"
-    assert merge.first_diverged_step is None
-    other = Merge(2, 1, 100, history(101, 110))
-    assert outcomes(other, entry(101), entry(102)) == "vv"
 
 
 def test_redelivered_lines_of_one_life_count_nothing() -> None:
@@ -115,7 +104,6 @@ def test_lines_read_again_by_a_new_life_of_the_supervisor_change_nothing() -> No
     assert "".join(item.outcome[0] for item in taken) == "vvrra"
     assert taken[2].fields == ("loss",), "the report may have been lost"
     assert taken[2].earlier == entry(103, attempt=1)
-    assert merge.first_diverged_step == 103
     assert merge.verified_steps == 2
 
 
