@@ -14,7 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
@@ -52,7 +52,8 @@ class Taken:
 class Merge:
     """Merges the entries of one attempt, which resumed from the checkpoint of step `base`.
 
-    `earlier`, `own_first` and `own_last` are the ledger's tail beyond `base` (`tail_after`).
+    `earlier`, `own_first` and `own_last` are the ledger's tail (`stretches.Tail`). Earlier entries
+    are asked for in the order of their steps, and no more of them once the attempt appends.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Merge:
         attempt: int,
         epoch: int,
         base: int,
-        earlier: Mapping[int, Entry],
+        earlier: Callable[[int], Entry | None],
         own_first: int | None = None,
         own_last: int | None = None,
     ) -> None:
@@ -111,9 +112,9 @@ class Merge:
             if entry.step <= self._own_last:
                 self._appending = True
                 return self._judge_recorded(entry)
-        if self._appending or not self._comparable(entry):
+        earlier = None if self._appending else self._comparable(entry)
+        if earlier is None:
             return Taken(Outcome.APPENDED, entry)
-        earlier = self._earlier[entry.step]
         fields = differing_fields(earlier, entry)
         if fields:
             return Taken(Outcome.DIVERGED, entry, fields, earlier)
@@ -121,7 +122,7 @@ class Merge:
 
     def _judge_again(self, entry: Entry) -> Taken:
         """A step before the first that this attempt appended: verified then, so it is now."""
-        earlier = self._earlier.get(entry.step)
+        earlier = self._earlier(entry.step)
         if earlier is None or differing_fields(earlier, entry):
             raise ContractError(
                 f"attempt {self.attempt}: step {entry.step} was equal to the recorded one when"
@@ -132,15 +133,15 @@ class Merge:
 
     def _judge_recorded(self, entry: Entry) -> Taken:
         """A step that an earlier life of the supervisor appended for this attempt."""
-        if entry.step == self._own_first and self._comparable(entry):
-            earlier = self._earlier[entry.step]
+        earlier = self._comparable(entry) if entry.step == self._own_first else None
+        if earlier is not None:
             return Taken(Outcome.REDELIVERED, entry, differing_fields(earlier, entry), earlier)
         return Taken(Outcome.REDELIVERED, entry)
 
-    def _comparable(self, entry: Entry) -> bool:
-        """Whether the step was recorded before, in the same epoch and branch."""
-        earlier = self._earlier.get(entry.step)
-        return earlier is not None and earlier.epoch == entry.epoch
+    def _comparable(self, entry: Entry) -> Entry | None:
+        """What was recorded of the step before, in the same epoch and branch."""
+        earlier = self._earlier(entry.step)
+        return earlier if earlier is not None and earlier.epoch == entry.epoch else None
 
 
 # --- why a step came out otherwise ----------------------------------------------------------------
