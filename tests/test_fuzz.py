@@ -492,7 +492,7 @@ def parsers(home: Path) -> dict[str, Parser]:
 
 NAMES = sorted(
     [f"message {table}" for table in MESSAGES]
-    + ["receipt", "manifest", "ledger read", "ledger walk", "ledger open", "journal read"]
+    + ["receipt", "manifest", "ledger read", "ledger open", "journal read"]
     + ["journal record", "journal open", "settings file", "settings tree", "settings overrides"]
     + ["policy file", "status", "samples", "state", "training", "environment"]
 )
