@@ -37,6 +37,7 @@ import tomli_w
 
 from supervisor import child, contract, events, journal, ledger
 from supervisor.contract import AuditLine, Entry, EvaluationLine, ExitLine, Manifest
+from supervisor.ledger_proof import Begin, bindings_of, prove_ledger
 from supervisor.state import Durable, fold
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -443,8 +444,9 @@ def proofs(run: Run) -> list[str]:
     """What is wrong with the ledger, against each binding that the journal holds."""
     path = run.directory / contract.ledger_name(run.name)
     records, _ = journal.read(run.directory / contract.JOURNAL_FILE)
-    bound = [(r["ledger_entries"], r["ledger_sha256"]) for r in records if r.get("ledger_sha256")]
-    return [problem for count, sha256 in bound if (problem := ledger.prove(path, count, sha256))]
+    bindings = bindings_of(records)
+    proof = prove_ledger(path, bindings, Begin(), writing=False, advance=lambda size_bytes: None)
+    return [str(problem) for problem in proof.problems]
 
 
 def soak(home: Path, kills: int, seed: int) -> Result:

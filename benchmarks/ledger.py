@@ -2,6 +2,9 @@
 
 - cost of an append at 2,000,000 entries / at 1,000 (budget: at most 1.1)
 - entries merged and appended a second (at least 50,000)
+- the first entry that is merged after an adoption, and after a rollback, at 200,000 entries, and
+  a binding of step 1,000 (each at most 50 ms; the first two hold up the loop). A binding hashes
+  the file up to its step besides, which is what those of later steps take
 - opening 200,000 entries, whole and with a torn tail / json.load of the same file (at most 0.1)
 
 Ratios are taken in one run, measurements of both sides alternate, and medians are compared. Files
@@ -18,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -88,7 +92,7 @@ def measure_merge(directory: Path) -> dict[str, float]:
     """From lines of a receipt file to a synced ledger, 250 lines a time."""
     lines = [json.dumps(entry(step).to_json()).encode() for step in range(1, MERGED + 1)]
     ledger = Ledger.open(directory / "merge.loss.json")
-    merge = Merge(3, 2, 0, {})
+    merge = Merge(3, 2, 0, lambda step: None)
 
     def run() -> None:
         for first in range(0, MERGED, 250):
@@ -133,7 +137,37 @@ def measure_open(directory: Path) -> dict[str, float]:
     }
 
 
+def measure_looks_back(directory: Path) -> dict[str, float]:
+    path = directory / "back.loss.json"
+    write_ledger(path, OPENED)
+    ledger = Ledger.open(path)
+
+    def first(attempt: int, base: int) -> None:
+        tail = ledger.tail(base, attempt)
+        merge = Merge(attempt, 2, base, tail.earlier, tail.own_first, tail.own_last)
+        merge.take(replace(entry(base + 1), attempt=attempt))
+
+    found = {
+        "first_after_adoption_ms": statistics.median(
+            seconds(partial(first, 3, 0)) for _ in range(ROUNDS)
+        ),
+        "first_after_rollback_ms": statistics.median(
+            seconds(partial(first, 4, 1_000)) for _ in range(ROUNDS)
+        ),
+        "binding_newest_ms": seconds(partial(ledger.binding, OPENED)),
+        "binding_old_step_ms": seconds(partial(ledger.binding, OPENED // 2)),
+        "binding_early_step_ms": statistics.median(
+            seconds(partial(ledger.binding, 1_000 + number)) for number in range(ROUNDS)
+        ),
+    }
+    ledger.close()
+    return {name: value * 1e3 for name, value in found.items()}
+
+
 BUDGETS = {
+    "first_after_adoption_ms": ("at most", 50.0),
+    "first_after_rollback_ms": ("at most", 50.0),
+    "binding_early_step_ms": ("at most", 50.0),
     "append_ratio": ("at most", 1.1),
     "merged_entries_per_second": ("at least", 50_000.0),
     "open_ratio": ("at most", 0.1),
@@ -148,7 +182,12 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         directory = Path(name)
-        found = measure_merge(directory) | measure_open(directory) | measure_append(directory)
+        found = (
+            measure_merge(directory)
+            | measure_looks_back(directory)
+            | measure_open(directory)
+            | measure_append(directory)
+        )
     if options.json:
         sys.stdout.write(json.dumps(found) + "\n")
         return 0

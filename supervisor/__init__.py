@@ -35,6 +35,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
 
     3  durable.py              bytes that survive a kill, a power loss, a full disk
     3  rows.py                 where the rows of a ledger begin and end
+    3  stretches.py            where in a ledger each of them stands
     3  ledger.py               the history: append-only, repaired on opening
     3  journal.py              rare facts, one checksummed line each
     3  proc.py                 what the kernel says of processes and locks

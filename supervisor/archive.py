@@ -32,7 +32,6 @@ from supervisor.rundir import RunDirectory
 from supervisor.state import Durable
 from supervisor.worker import Job, Outcome
 
-DIGESTS_FILE: Final = "digests.json"
 PIVOT_FILE: Final = "pivot.json"
 ARCHIVE_PREFIX: Final = "pivot-"
 _EPOCH_FILE: Final = re.compile(r"([0-9]{4,})(?:\.run)?\.toml")
@@ -78,7 +77,7 @@ def write_archive(
     replace_file(temporary / PIVOT_FILE, told + b"\n")
     digests[PIVOT_FILE] = digest(told + b"\n")
     replace_file(
-        temporary / DIGESTS_FILE, orjson.dumps(digests, option=orjson.OPT_INDENT_2) + b"\n"
+        temporary / contract.DIGESTS_FILE, orjson.dumps(digests, option=orjson.OPT_INDENT_2) + b"\n"
     )
     fsync_directory(temporary)
     _remove(archives / name)
@@ -160,7 +159,7 @@ class EpochFiles:
         def done(outcome: Outcome) -> None:
             problem = ""
             if outcome.error is not None:
-                self._recorder.give_back(None, sidecars)
+                self._recorder.give_back(sidecars)
                 problem = f"the archive could not be written: {outcome.error}"
             name = outcome.result or ""
             self._emit(ev.Archived(time.monotonic(), effect.base_step, name, problem))

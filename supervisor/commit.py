@@ -145,10 +145,6 @@ class Pipeline:
         return self._commit is None and not self._recorder.unsynced
 
     @property
-    def busy(self) -> bool:
-        return self._commit is not None
-
-    @property
     def empty(self) -> bool:
         return self.idle and not self._records
 

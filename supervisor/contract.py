@@ -91,6 +91,7 @@ STATUS_FILE: Final = "status.json"
 LOCK_FILE: Final = "lock"
 TRAINER_LOCK_FILE: Final = "trainer.lock"
 SUPERVISOR_LOG_FILE: Final = "supervisor.log"
+DIGESTS_FILE: Final = "digests.json"  # in each archive
 POLICIES: Final = "policies"
 CHECKPOINTS: Final = "checkpoints"
 SUPERSEDED: Final = "superseded"

@@ -419,7 +419,7 @@ class Daemon:
             case ev.Clear():
                 self.housekeeper.clear(effect.base_step)
             case ev.Archive():
-                self.recorder.give_back(None, self.pipeline.take_late())
+                self.recorder.give_back(self.pipeline.take_late())
                 self.files.archive(effect, len(self.state.durable.epochs) + 1)
             case ev.Regenerate():
                 for record in self.files.regenerate(self.state.durable):

@@ -112,15 +112,6 @@ def replace_file(path: StrPath, data: bytes, mode: int = 0o666) -> None:
     fsync_directory(path.parent)
 
 
-def publish_link(source: StrPath, target: StrPath) -> None:
-    """Gives a synced file a second, durable name. The source stays; its caller removes it.
-
-    Raises FileExistsError where `target` exists: unlike a rename, link(2) never replaces.
-    """
-    os.link(source, target)
-    fsync_directory(Path(target).parent)
-
-
 def preallocate(descriptor: int, offset: int, size_bytes: int) -> bool:
     """Reserves disk blocks for [offset, offset + size_bytes) without changing the file's size.
 

@@ -6,7 +6,7 @@ in `rows`; what to append is decided in `replay`; how bytes reach the device is 
 Invariants:
 - The bytes up to the end of an entry never change once it is written; what a later append
   overwrites is only the closing `\\n]\\n`. So any earlier state, less its closing, is a prefix of
-  any later one, which is what `binding` records and `prove` checks.
+  any later one, which is what `binding` records and `ledger_proof` checks.
 - Repair keeps the longest prefix of whole entries. It never drops a whole entry that stands before
   the damage, and sets aside what it drops where that could be more than one broken line.
 - Readers take no lock and change nothing. A torn tail (a writer in mid-append, a power loss) is
@@ -18,9 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self
@@ -39,25 +37,21 @@ from supervisor.durable import (
     replace_file,
 )
 from supervisor.rows import (
-    BLOCK_BYTES,
     CLOSING,
     OPENING,
     SEPARATOR,
     LedgerDamaged,
-    Row,
-    end_of_entry,
     hash_range,
     is_ours,
-    rows_backward,
     skip_space,
     whole_rows,
     window,
     without_nuls,
 )
+from supervisor.stretches import STRETCH_BYTES, Index, Mark, Stretch, Tail
 
 GROUP_BYTES_MAX: Final = 64 * 1024
 TORN_BYTES_MAX: Final = 4 * 1024 * 1024
-_RECENT_ENTRIES: Final = 4096
 
 
 class LedgerFailure(OSError):
@@ -74,8 +68,10 @@ class LedgerFailure(OSError):
 class Ledger:
     """The one writer of a ledger file.
 
-    `append` belongs to the thread that owns the ledger; `sync` and `binding` may run in one worker
-    thread at the same time. `count` and `last` speak of what was appended, synced or not.
+    `append` belongs to the thread that owns the ledger, and so do `count`, `last`, `end` and
+    `tail`, which speak of what was appended, synced or not. `sync` and `binding` may run in one
+    worker thread at the same time: what they need of an append they see whole or not at all, and
+    `append` waits for none of their reads.
     """
 
     def __init__(
@@ -83,23 +79,19 @@ class Ledger:
         path: Path,
         file: AppendFile,
         reader: int,
-        count: int,
-        newest: Sequence[Row],
+        survey: _Survey,
         repaired: Repair | None,
     ) -> None:
-        """For `open`; `newest` holds the last rows of the file."""
+        """For `open`."""
         self.path = path
-        self.count = count
-        self.last = newest[-1].entry if newest else None
+        self.count = survey.count
+        self.last = survey.last
         self.repaired = repaired
         self._file = file
         self._reader = reader
-        self._recent: deque[tuple[int, int, int]] = deque(maxlen=_RECENT_ENTRIES)
-        self._recent_lock = threading.Lock()
+        self._index = Index(path, reader, survey.marks, survey.end)
         self._hasher = hashlib.sha256()
         self._hashed_bytes = 0
-        for number, row in enumerate(newest, start=count - len(newest) + 1):
-            self._recent.append((row.entry.step, number, row.end))
 
     @classmethod
     def open(cls, path: StrPath) -> Self:
@@ -112,14 +104,13 @@ class Ledger:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, descriptor)
-            rows, count = _survey(path, descriptor)
-            end = rows[-1].end if rows else len(OPENING)
-            repaired = _repair(path, descriptor, end)
+            survey = _survey(path, descriptor)
+            repaired = _repair(path, descriptor, survey.end)
             os.fsync(descriptor)  # a killed writer may have left entries in the cache only
             fsync_directory(path.parent)
             reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
             undo.pop_all()
-        return cls(path, AppendFile(descriptor, end, CLOSING), reader, count, rows, repaired)
+        return cls(path, AppendFile(descriptor, survey.end, CLOSING), reader, survey, repaired)
 
     @property
     def end(self) -> int:
@@ -153,7 +144,7 @@ class Ledger:
 
     def _append_group(self, entries: Sequence[Entry], lines: list[bytes], done: int) -> None:
         separator = SEPARATOR if self.count else b"\n"
-        end = self._file.end + len(separator)
+        start = self._file.end + len(separator)
         try:
             self._file.append(separator + SEPARATOR.join(lines))
         except OSError as error:
@@ -163,11 +154,13 @@ class Ledger:
                 f" entry {self.count} is intact; free disk space or check the device",
                 appended=done,
             ) from error
-        with self._recent_lock:
-            for entry, line in zip(entries, lines, strict=True):
-                self.count += 1
-                self._recent.append((entry.step, self.count, end + len(line)))
-                end += len(line) + len(SEPARATOR)
+        rows = []
+        for number, (entry, line) in enumerate(zip(entries, lines, strict=True), self.count):
+            stop = start + len(line)
+            rows.append(Stretch(start, stop, number, entry.attempt or 0, entry.step, entry.step))
+            start = stop + len(SEPARATOR)
+        self._index.add(rows)
+        self.count += len(rows)
         self.last = entries[-1]
 
     def sync(self) -> None:
@@ -189,7 +182,10 @@ class Ledger:
         Bindings asked for in ascending order hash every byte of the file once altogether. Raises
         LookupError where the ledger has no such entry.
         """
-        count, end = self._position(step)
+        found = self._index.position(step)
+        if found is None:
+            raise LookupError(f"{self.path}: no entry of step {step}")
+        count, end = found
         hasher, done = self._hasher, self._hashed_bytes
         if end < done:
             hasher, done = hashlib.sha256(), 0
@@ -198,17 +194,9 @@ class Ledger:
             self._hashed_bytes = end
         return count, hasher.hexdigest()
 
-    def _position(self, step: int) -> tuple[int, int]:
-        with self._recent_lock:
-            for found, count, end in reversed(self._recent):
-                if found == step:
-                    return count, end
-            count, end = self.count, self._file.end
-        for row in rows_backward(self.path, self._reader, end):
-            if row.entry.step == step:
-                return count, row.end
-            count -= 1
-        raise LookupError(f"{self.path}: no entry of step {step}")
+    def tail(self, base: int, attempt: int) -> Tail:
+        """What `attempt`, resumed from the checkpoint of step `base`, is merged into."""
+        return self._index.tail(base, attempt)
 
     def close(self) -> None:
         """Closes without a sync."""
@@ -229,8 +217,18 @@ def _group_stop(lines: list[bytes], start: int) -> int:
 # --- repair ---------------------------------------------------------------------------------------
 
 
-def _survey(path: Path, descriptor: int) -> tuple[list[Row], int]:
-    """The newest whole entries, and how many entries there are. Raises LedgerDamaged."""
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What a file holds: `count` whole entries that end at `end`, the last of them, and marks."""
+
+    count: int
+    end: int
+    last: Entry | None
+    marks: list[Mark]
+
+
+def _survey(path: Path, descriptor: int) -> _Survey:
+    """Raises LedgerDamaged."""
     if not is_ours(descriptor):
         raise LedgerDamaged(
             f"{path}: begins with {read_range(descriptor, 0, 3)!r}, expected the line '[' and then"
@@ -238,20 +236,26 @@ def _survey(path: Path, descriptor: int) -> tuple[list[Row], int]:
         )
     size = limit = os.fstat(descriptor).st_size
     lines = 0
-    for start in range(0, size, BLOCK_BYTES):
-        block = read_range(descriptor, start, start + BLOCK_BYTES)
+    marks = []
+    for start in range(0, size, STRETCH_BYTES):
+        block = read_range(descriptor, start, start + STRETCH_BYTES)
         hole = block.find(b"\0")
-        lines += block.count(b"\n", 0, None if hole < 0 else hole)
+        stop = hole if hole >= 0 else len(block)
+        first = block.find(b"\n", 0, stop)
+        if first >= 0:
+            marks.append(Mark(start + first + 1, lines))
+        lines += block.count(b"\n", 0, stop)
         if hole >= 0:
             limit = start + hole
             break
     start, rows = window(path, descriptor, limit)
     if not rows:
-        return [], 0
+        return _Survey(0, len(OPENING), None, [])
+    end = rows[-1].end
     stretch = read_range(descriptor, start, limit)
-    if stretch.count(b"\n", 0, rows[-1].end - start) != len(rows) - 1:
+    if stretch.count(b"\n", 0, end - start) != len(rows) - 1:
         raise LedgerDamaged(f"{path}: entries from offset {start} on do not stand one on a line")
-    return rows, lines - stretch.count(b"\n", rows[-1].end - start)
+    return _Survey(lines - stretch.count(b"\n", end - start), end, rows[-1].entry, marks)
 
 
 def _repair(path: Path, descriptor: int, end: int) -> Repair | None:
@@ -319,23 +323,6 @@ def _read_torn(path: StrPath, data: bytes) -> tuple[list[Entry], str | None]:
     )
 
 
-def iterate_backward(path: StrPath) -> Iterator[Entry]:
-    """Whole entries, newest first, read from the tail in blocks; a torn tail is passed by.
-
-    Raises LedgerDamaged where something other than the tail is no whole entry. A file in another
-    layout than ours is read whole.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        if is_ours(descriptor):
-            limit = without_nuls(descriptor, 0, os.fstat(descriptor).st_size)
-            yield from (row.entry for row in rows_backward(path, descriptor, limit))
-            return
-    finally:
-        os.close(descriptor)
-    yield from reversed(read_entries(path)[0])
-
-
 def canonical(entries: Iterable[Entry]) -> list[Entry]:
     """The history that counts: an entry for step S supersedes every earlier one with step >= S.
 
@@ -347,52 +334,3 @@ def canonical(entries: Iterable[Entry]) -> list[Entry]:
             kept.pop()
         kept.append(entry)
     return kept
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """What a re-execution from some step is compared with: the canonical entries of other attempts
-    beyond that step, by step, and the first and last step that the attempt itself appended."""
-
-    earlier: dict[int, Entry]
-    own_first: int | None
-    own_last: int | None
-
-
-def tail_after(path: StrPath, step: int, attempt: int) -> Tail:
-    """The tail that `attempt`, resumed from the checkpoint of `step`, is merged into.
-
-    Reads backward until an entry of another attempt at or before `step`, which supersedes all that
-    stands before it.
-    """
-    earlier: dict[int, Entry] = {}
-    own: list[int] = []
-    lowest: int | None = None
-    for entry in iterate_backward(path):
-        if entry.step <= step:
-            break
-        if entry.attempt == attempt:
-            own.append(entry.step)
-        elif lowest is None or entry.step < lowest:
-            earlier[entry.step] = entry
-            lowest = entry.step
-    return Tail(earlier, own[-1] if own else None, own[0] if own else None)
-
-
-def prove(path: StrPath, count: int, sha256: str) -> str | None:
-    """What is wrong with the first `count` entries, against the digest `binding` gave; or None."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        end = end_of_entry(descriptor, count)
-        if end is None:
-            return f"{path}: holds fewer than the {count} entries that the journal recorded"
-        hasher = hashlib.sha256()
-        hash_range(hasher, descriptor, 0, end)
-    finally:
-        os.close(descriptor)
-    if hasher.hexdigest() == sha256:
-        return None
-    return (
-        f"{path}: the first {count} entries have SHA-256 {hasher.hexdigest()}, the journal recorded"
-        f" {sha256}: an entry that was written has changed"
-    )

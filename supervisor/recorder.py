@@ -35,7 +35,7 @@ from supervisor.contract import (
     LoadedLine,
 )
 from supervisor.durable import size_of
-from supervisor.ledger import Ledger, LedgerFailure, tail_after
+from supervisor.ledger import Ledger, LedgerFailure
 from supervisor.replay import Merge, Outcome, Taken, likely_class
 from supervisor.rundir import RunDirectory, RunError
 from supervisor.sidecars import read_samples, read_state, read_training, set_aside
@@ -315,7 +315,7 @@ class Recorder:
             base = entry.step - 1 if file.base is None else file.base
             if self._owed:
                 raise AssertionError("a merge begins on a settled ledger")
-            tail = tail_after(self._ledger.path, base, file.attempt)
+            tail = self._ledger.tail(base, file.attempt)
             file.merge = Merge(
                 file.attempt, file.epoch, base, tail.earlier, tail.own_first, tail.own_last
             )
@@ -440,9 +440,8 @@ class Recorder:
         files, self._files = self._files, {}
         return files
 
-    def give_back(self, recorded: tuple[int, int] | None, files: Mapping[Path, bytes]) -> None:
+    def give_back(self, files: Mapping[Path, bytes]) -> None:
         """What a commit could not take yet; newer content of a file wins."""
-        self._unsynced = self._unsynced or recorded is not None
         self._files = {**files, **self._files}
 
 

@@ -14,7 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
@@ -52,9 +52,8 @@ class Taken:
 class Merge:
     """Merges the entries of one attempt, which resumed from the checkpoint of step `base`.
 
-    `earlier`, `own_first` and `own_last` are the ledger's tail beyond `base` (`tail_after`).
-    `always_append_first`: the attempt is the first after a pivot, rollback or fork, so that its
-    first step is history of its own even if it equals what the branch left behind had recorded.
+    `earlier`, `own_first` and `own_last` are the ledger's tail (`stretches.Tail`). Earlier entries
+    are asked for in the order of their steps, and no more of them once the attempt appends.
     """
 
     def __init__(
@@ -62,21 +61,18 @@ class Merge:
         attempt: int,
         epoch: int,
         base: int,
-        earlier: Mapping[int, Entry],
+        earlier: Callable[[int], Entry | None],
         own_first: int | None = None,
         own_last: int | None = None,
-        always_append_first: bool = False,
     ) -> None:
         self.attempt = attempt
         self.epoch = epoch
         self.base = base
         self.last = base
         self.verified_steps = 0
-        self.first_diverged_step: int | None = None
         self._earlier = earlier
         self._own_first = own_first
         self._own_last = own_last
-        self._always_append_first = always_append_first
         self._appending = False
 
     def take(self, entry: Entry) -> Taken:
@@ -95,8 +91,6 @@ class Merge:
         self.last = entry.step
         self._appending = self._appending or taken.append
         self.verified_steps += taken.outcome is Outcome.VERIFIED
-        if taken.fields and self.first_diverged_step is None:
-            self.first_diverged_step = entry.step
         return taken
 
     def _complete(self, entry: Entry) -> Entry:
@@ -118,9 +112,9 @@ class Merge:
             if entry.step <= self._own_last:
                 self._appending = True
                 return self._judge_recorded(entry)
-        if self._appending or not self._comparable(entry):
+        earlier = None if self._appending else self._comparable(entry)
+        if earlier is None:
             return Taken(Outcome.APPENDED, entry)
-        earlier = self._earlier[entry.step]
         fields = differing_fields(earlier, entry)
         if fields:
             return Taken(Outcome.DIVERGED, entry, fields, earlier)
@@ -128,7 +122,7 @@ class Merge:
 
     def _judge_again(self, entry: Entry) -> Taken:
         """A step before the first that this attempt appended: verified then, so it is now."""
-        earlier = self._earlier.get(entry.step)
+        earlier = self._earlier(entry.step)
         if earlier is None or differing_fields(earlier, entry):
             raise ContractError(
                 f"attempt {self.attempt}: step {entry.step} was equal to the recorded one when"
@@ -139,17 +133,15 @@ class Merge:
 
     def _judge_recorded(self, entry: Entry) -> Taken:
         """A step that an earlier life of the supervisor appended for this attempt."""
-        if entry.step == self._own_first and self._comparable(entry):
-            earlier = self._earlier[entry.step]
+        earlier = self._comparable(entry) if entry.step == self._own_first else None
+        if earlier is not None:
             return Taken(Outcome.REDELIVERED, entry, differing_fields(earlier, entry), earlier)
         return Taken(Outcome.REDELIVERED, entry)
 
-    def _comparable(self, entry: Entry) -> bool:
-        """Whether the step was recorded before, in the same epoch and branch."""
-        earlier = self._earlier.get(entry.step)
-        if earlier is None or earlier.epoch != entry.epoch:
-            return False
-        return not (self._always_append_first and entry.step == self.base + 1)
+    def _comparable(self, entry: Entry) -> Entry | None:
+        """What was recorded of the step before, in the same epoch and branch."""
+        earlier = self._earlier(entry.step)
+        return earlier if earlier is not None and earlier.epoch == entry.epoch else None
 
 
 # --- why a step came out otherwise ----------------------------------------------------------------

@@ -16,9 +16,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+import orjson
 
 from supervisor.contract import Entry, parse_entry
 from supervisor.durable import StrPath, read_range
@@ -83,6 +84,15 @@ def whole_rows(path: StrPath, data: bytes, position: int, base: int = 0) -> list
         position = skip_space(data, position + 1)
 
 
+def parse_line(line: bytes) -> Any:
+    """The JSON value of one row; standard json where orjson refuses, for the NaN of others. Raises
+    ValueError or RecursionError."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return json.loads(line)
+
+
 def skip_space(data: bytes, position: int) -> int:
     """The offset of the next byte that is not white space."""
     match = _SPACE.match(data, position)
@@ -104,43 +114,6 @@ def window(path: StrPath, descriptor: int, limit: int) -> tuple[int, list[Row]]:
         if rows or base == 0:
             return base + start, rows
         size *= 8
-
-
-def rows_backward(path: StrPath, descriptor: int, limit: int) -> Iterator[Row]:
-    """The rows of our format before `limit`, newest first; what is torn before it is passed by."""
-    start, rows = window(path, descriptor, limit)
-    while rows:
-        yield from reversed(rows)
-        limit = start - len(SEPARATOR)
-        if limit <= len(OPENING):
-            return
-        start, rows = window(path, descriptor, limit)
-        if not rows or rows[-1].end != limit:
-            raise LedgerDamaged(f"{path}: what ends at offset {limit} is not a whole entry")
-
-
-def end_of_entry(descriptor: int, count: int) -> int | None:
-    """The offset after entry number `count`, or None where the file has fewer.
-
-    Where the file was cut behind that entry, its end is the end of the entry.
-    """
-    before, start = 0, 0
-    while block := read_range(descriptor, start, start + BLOCK_BYTES):
-        lines = block.count(b"\n")
-        if before + lines > count:
-            position = -1
-            for _ in range(count + 1 - before):
-                position = block.index(b"\n", position + 1)
-            start += position
-            break
-        before += lines
-        start += len(block)
-    if before < count and not block:
-        return None
-    last = read_range(descriptor, max(0, start - 2), start)
-    if last in (b"", CLOSING.rstrip()):
-        return None
-    return start - last.endswith(b",")
 
 
 def hash_range(hasher: hashlib._Hash, descriptor: int, start: int, stop: int) -> None:

@@ -26,7 +26,7 @@ import orjson
 
 from supervisor import checkpoints, config, contract, events as ev, journal
 from supervisor.checkpoint_proof import WHOLE, Verdict, promises, prove_checkpoint
-from supervisor.contract import ContractError, Json, checkpoint_stem
+from supervisor.contract import DIGESTS_FILE, ContractError, Json, checkpoint_stem
 from supervisor.durable import size_of
 from supervisor.ledger_proof import (
     Advance,
@@ -42,7 +42,6 @@ from supervisor.rundir import RunDirectory, lock_holder
 from supervisor.state import Durable, fold
 
 SCHEMA_VERSION: Final = 1
-DIGESTS_FILE: Final = "digests.json"
 _THREADS_MAX: Final = 4  # hashing leaves the interpreter's lock alone
 _LOOKS: Final = 20
 _LOOK_SECONDS: Final = 0.1

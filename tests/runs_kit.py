@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import tomli_w
+from ledger_kit import holds
 
 from supervisor import cgroup, child, client, contract, journal, ledger
 from supervisor.attendant import group_name
@@ -190,7 +191,7 @@ class Run:
     def assert_exact(self, steps: int) -> None:
         """Every step once, every checkpoint bound to the history, nothing executed differently."""
         assert self.steps() == list(range(1, steps + 1))
-        assert self.proofs() == [None] * len(self.proofs())
+        assert all(self.proofs())
         replay = self.file_status()["replay"]
         assert (replay["diverged_steps"], replay["first_diverged_step"]) == (0, None)
 
@@ -254,10 +255,10 @@ class Run:
         stems = (contract.parse_checkpoint_stem(path.stem) for path in directory.glob("*.bin"))
         return sorted(step for step in stems if step is not None)
 
-    def proofs(self) -> list[str | None]:
-        """What is wrong with the ledger, against each binding in the journal. All None is good."""
+    def proofs(self) -> list[bool]:
+        """Whether the ledger is what the journal says, for each binding in it."""
         return [
-            ledger.prove(self.ledger_path, record["ledger_entries"], record["ledger_sha256"])
+            holds(self.ledger_path, record["ledger_entries"], record["ledger_sha256"])
             for record in self.records("checkpoint_committed")
         ]
 

@@ -157,7 +157,7 @@ def check(run: PivotRun) -> str:
     """Everything that must hold once the run has come to its end; which policy rules."""
     assert run.file_status()["phase"] == "finished"
     assert run.steps() == list(range(1, STEPS + 1)), "one entry a step"
-    assert run.proofs() == [None] * len(run.proofs())
+    assert all(run.proofs())
     durable = run.durable
     assert durable.pivot is None
     assert durable.diverged_steps == 0
@@ -190,8 +190,8 @@ def check(run: PivotRun) -> str:
 
 
 def check_archive(place: Path) -> None:
-    digests = orjson.loads((place / archive.DIGESTS_FILE).read_bytes())
+    digests = orjson.loads((place / contract.DIGESTS_FILE).read_bytes())
     names = {path.name for path in place.iterdir()}
-    assert names == {*digests, archive.DIGESTS_FILE}
+    assert names == {*digests, contract.DIGESTS_FILE}
     assert names >= {archive.PIVOT_FILE, "0001.toml", "run.state.json", "run.samples.json"}
     assert {name: digest((place / name).read_bytes()) for name in digests} == digests

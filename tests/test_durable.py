@@ -19,7 +19,6 @@ from supervisor.durable import (
     fsync_directory,
     mend,
     preallocate,
-    publish_link,
     read_range,
     replace_file,
     write_all,
@@ -202,19 +201,6 @@ def test_the_first_error_is_reported_even_if_the_temporary_cannot_be_removed(
         replace_file(tmp_path / "file", b"new")
     (leftover,) = tmp_path.iterdir()
     assert leftover.name.startswith(".tmp-")
-
-
-def test_publish_never_replaces(tmp_path: Path, faults: Faults) -> None:
-    source, target = tmp_path / "temporary", tmp_path / "step_000100.bin"
-    source.write_bytes(b"one")
-    publish_link(source, target)
-    assert faults.calls == [("link", "step_000100.bin"), ("fsync", tmp_path.name)]
-    assert target.samefile(source)
-    other = tmp_path / "other"
-    other.write_bytes(b"two")
-    with pytest.raises(FileExistsError):
-        publish_link(other, target)
-    assert target.read_bytes() == b"one"
 
 
 # --- preallocation ---

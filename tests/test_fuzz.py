@@ -201,14 +201,6 @@ def read_ledger(path: Path) -> Callable[[bytes], object]:
     return parse
 
 
-def walk_ledger(path: Path) -> Callable[[bytes], object]:
-    def parse(data: bytes) -> object:
-        path.write_bytes(data)
-        return list(ledger.iterate_backward(path)), ledger.tail_after(path, 2, 1)
-
-    return parse
-
-
 def open_ledger(path: Path) -> Callable[[bytes], object]:
     """Repairs it, appends to it; every reader must then take it whole."""
 
@@ -218,7 +210,11 @@ def open_ledger(path: Path) -> Callable[[bytes], object]:
         path.write_bytes(data)
         opened = ledger.Ledger.open(path)
         try:
+            tail = opened.tail(0, 2)
+            for step in range(1, 4):
+                tail.earlier(step)
             opened.append([contract.Entry(9, 1.0)])
+            assert opened.binding(9)[0] == opened.count
         finally:
             opened.close()
         assert json.loads(path.read_bytes())[-1]["step"] == 9
@@ -422,12 +418,6 @@ def parsers(home: Path) -> dict[str, Parser]:
             (ContractError,),
             DEAR,
         ),
-        "ledger walk": Parser(
-            Source("ledger walk", LEDGERS + ANDREA),
-            walk_ledger(home / "b.json"),
-            (ContractError, LedgerDamaged),
-            DEAR,
-        ),
         "ledger open": Parser(
             Source("ledger open", LEDGERS), open_ledger(home / "c.json"), (LedgerDamaged,), DEAR
         ),
@@ -502,7 +492,7 @@ def parsers(home: Path) -> dict[str, Parser]:
 
 NAMES = sorted(
     [f"message {table}" for table in MESSAGES]
-    + ["receipt", "manifest", "ledger read", "ledger walk", "ledger open", "journal read"]
+    + ["receipt", "manifest", "ledger read", "ledger open", "journal read"]
     + ["journal record", "journal open", "settings file", "settings tree", "settings overrides"]
     + ["policy file", "status", "samples", "state", "training", "environment"]
 )

@@ -10,24 +10,23 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 
 import orjson
 import pytest
 from faults import Faults, states_of
 from hypothesis import given, settings, strategies as st
+from ledger_kit import holds
 
-from supervisor import ledger as module, rows
+from supervisor import ledger as module, rows, stretches
 from supervisor.contract import ContractError, Entry, parse_entry
+from supervisor.durable import AppendFile, read_range
 from supervisor.ledger import (
     Ledger,
     LedgerFailure,
     canonical,
-    iterate_backward,
-    prove,
     read_entries,
-    tail_after,
 )
 from supervisor.rows import LedgerDamaged
 
@@ -182,7 +181,6 @@ def test_every_value_survives_to_the_last_bit(batches: list[list[Entry]]) -> Non
         ledger.close()
         # repr tells -0.0 from 0.0 and every float from its neighbour, and makes NaN equal to NaN
         assert repr(read_entries(path)) == repr((written, None))
-        assert repr(list(iterate_backward(path))) == repr(written[::-1])
         again = Ledger.open(path)
         assert (again.count, repr(again.last)) == (
             len(written),
@@ -209,12 +207,11 @@ def open_and_check(path: Path, content: bytes, least: int, written: int) -> None
     them, in a file that is whole, whose appends work."""
     path.write_bytes(content)
     whole_before, torn = read_entries(path)
-    backward = [item.step for item in iterate_backward(path)]
     ledger = Ledger.open(path)
     kept = ledger.count
     assert least <= kept <= written
     assert path.read_bytes() == file_of(*range(1, kept + 1))
-    assert [item.step for item in whole_before] == list(range(1, kept + 1)) == backward[::-1]
+    assert [item.step for item in whole_before] == list(range(1, kept + 1))
     # A reader has nothing to report where all that is missing is the last line break.
     whole = content in (file_of(*range(1, kept + 1)), file_of(*range(1, kept + 1))[:-1])
     assert (torn is None) == whole
@@ -394,7 +391,6 @@ def test_a_hole_far_before_the_tail_is_found(path: Path) -> None:
 @pytest.mark.parametrize("garbage", [b"x" * 400_000, b"\nline" * 80_000])
 def test_a_torn_tail_longer_than_one_look_back_hides_no_entry(path: Path, garbage: bytes) -> None:
     path.write_bytes(file_of(1, 2).removesuffix(CLOSING) + b",\n" + garbage)
-    assert [item.step for item in iterate_backward(path)] == [2, 1]
     ledger = Ledger.open(path)
     ledger.close()
     assert path.read_bytes() == file_of(1, 2)
@@ -404,7 +400,6 @@ def test_a_tail_of_nuls_of_any_size_is_cut(path: Path) -> None:
     with path.open("wb") as file:
         file.write(file_of(1, 2))
         file.truncate(40 << 20)
-    assert next(iterate_backward(path)).step == 2
     ledger = Ledger.open(path)
     ledger.close()
     assert path.read_bytes() == file_of(1, 2)
@@ -459,6 +454,19 @@ def test_a_failed_opening_leaks_no_descriptor(path: Path, monkeypatch: pytest.Mo
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One item for each row that is parsed from now on."""
+    parsed: list[int] = []
+    parse = rows.parse_line
+
+    def counting(line: bytes) -> object:
+        parsed.append(1)
+        return parse(line)
+
+    monkeypatch.setattr(stretches, "parse_line", counting)
+    return parsed
+
+
 def test_opening_parses_only_the_tail(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_bytes(file_of(*range(1, 20_001)))
     parsed: list[int] = []
@@ -469,15 +477,18 @@ def test_opening_parses_only_the_tail(path: Path, monkeypatch: pytest.MonkeyPatc
         return parse(value, where)
 
     monkeypatch.setattr(rows, "parse_entry", counting)
+    indexed = counted(monkeypatch)
     ledger = Ledger.open(path)
     assert ledger.count == 20_000
     assert ledger.last == entry(20_000)
     assert len(parsed) < 2000
+    assert len(indexed) < 4000
     ledger.close()
 
 
 WRITER = """
 import sys
+import threading
 from supervisor.contract import Entry
 from supervisor.ledger import Ledger
 ledger = Ledger.open(sys.argv[1])
@@ -533,7 +544,6 @@ def test_fc99_one_torn_last_line_hides_no_row_and_is_reported_once(path: Path) -
     assert torn is not None
     assert "torn after entry 100" in torn
     assert str(path) in torn
-    assert [item.step for item in iterate_backward(path)] == list(range(100, 0, -1))
 
 
 def test_fc94_new_fields_never_invalidate_old_rows(path: Path) -> None:
@@ -582,7 +592,6 @@ def test_rows_of_the_first_system_are_read_in_any_layout(
     path.write_text(json.dumps(values, **layout))  # type: ignore[arg-type]
     expected = [Entry(step, 5.0 / step) for step in range(1, 200)]
     assert read_entries(path) == (expected, None)
-    assert list(iterate_backward(path)) == expected[::-1]
     whole = path.read_text()
     path.write_text(whole[: len(whole) // 2])
     found, torn = read_entries(path)
@@ -613,40 +622,11 @@ def test_a_reader_refuses_what_is_no_history(path: Path, content: bytes, what: s
         read_entries(path)
 
 
-def test_a_backward_reader_reads_no_more_than_it_needs(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path.write_bytes(file_of(*range(1, 30_001)))
-    read: list[int] = []
-    pread = os.pread
-
-    def counting(fd: int, size: int, offset: int) -> bytes:
-        read.append(size)
-        return pread(fd, size, offset)
-
-    monkeypatch.setattr(os, "pread", counting)
-    backward = iterate_backward(path)
-    assert [next(backward).step for _ in range(100)] == list(range(30_000, 29_900, -1))
-    backward.close()  # type: ignore[attr-defined]
-    assert sum(read) < path.stat().st_size / 2
-    assert [item.step for item in iterate_backward(path)] == list(range(30_000, 0, -1))
-
-
-def test_a_backward_reader_names_damage_that_is_not_at_the_tail(path: Path) -> None:
-    content = bytearray(file_of(*range(1, 5001)))
-    middle = ends(*range(1, 5001))[2000]
-    content[middle - 5] = ord("#")
-    path.write_bytes(content)
-    with pytest.raises(LedgerDamaged, match="is not a whole entry"):
-        list(iterate_backward(path))
-
-
 def test_readers_see_a_whole_history_while_a_writer_lives(path: Path) -> None:
     ledger = Ledger.open(path)
     for step in range(1, 50):
         ledger.append([entry(step)])
         assert steps_of(path)[-1] == step
-        assert next(iterate_backward(path)) == entry(step)
     ledger.close()
 
 
@@ -676,34 +656,95 @@ def test_canonical_is_what_the_definition_says(everything: list[Entry]) -> None:
     assert steps == sorted(set(steps))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(histories, st.integers(0, 9), st.integers(1, 4))
-def test_the_tail_is_the_canonical_history_of_the_others(
-    others: list[Entry], base: int, own: int
+# --- what an attempt is merged into ---
+
+# Each attempt: the step after which it began, how many it appended and in which epoch. The first
+# rows may be of another program, out of order, with steps left out and no attempt.
+lives = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), min_size=1, max_size=6)
+foreign = st.lists(st.integers(1, 12), max_size=8)
+
+
+@pytest.mark.parametrize("size", [1, 300, 1000, 1 << 18])
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(imported=foreign, plan=lives, reread=st.integers(0, 5))
+def test_the_tail_of_an_attempt_is_the_canonical_history_before_it(
+    tmp_path_factory: pytest.TempPathFactory,
+    size: int,
+    imported: list[int],
+    plan: list[tuple[int, int]],
+    reread: int,
 ) -> None:
-    """`own` entries of attempt 9 follow the others, as they do in every ledger."""
-    mine = [entry(base + k, attempt=9) for k in range(1, own)]
+    """Whether the index was made by appends or by an opening, for the newest attempt and for one
+    that is read again although later ones followed; and each step is bound to its newest row."""
+    everything = [Entry(step, 2.0) for step in imported]
+    begun: list[tuple[int, int]] = []  # where the rows of each attempt begin, and its base
+    for attempt, (base, length) in enumerate(plan, start=1):
+        base = min(base, everything[-1].step if everything else 0)
+        begun.append((len(everything), base))
+        everything += [entry(base + k, attempt) for k in range(1, length + 1)]
+    reread = min(reread, len(plan) - 1)
+    start, base = begun[reread]
+    stop = begun[reread + 1][0] if reread + 1 < len(begun) else len(everything)
+    expected = {item.step: item for item in canonical(everything[:start])}
+    own = everything[start:stop]
+    path = tmp_path_factory.mktemp("tail") / "run.loss.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "iterate_backward", lambda path: iter([*others, *mine][::-1]))
-        tail = tail_after("unused", base, 9)
-    expected = {item.step: item for item in canonical(others) if item.step > base}
-    assert tail.earlier == expected
-    assert (tail.own_first, tail.own_last) == ((base + 1, base + own - 1) if mine else (None, None))
+        patch.setattr(stretches, "STRETCH_BYTES", size)
+        patch.setattr(module, "STRETCH_BYTES", size)
+        writer = Ledger.open(path)
+        writer.append(everything)
+        for ledger in (writer, Ledger.open(path)):
+            tail = ledger.tail(base, reread + 1)
+            assert {
+                step: found for step in range(45) if (found := tail.earlier(step)) is not None
+            } == expected
+            assert (tail.own_first, tail.own_last) == (
+                (own[0].step, own[-1].step) if own else (None, None)
+            )
+            for count, item in enumerate(everything, start=1):
+                if item.step not in {later.step for later in everything[count:]}:
+                    assert ledger.binding(item.step) == expected_binding(path, count)
+            ledger.close()
 
 
-def test_the_tail_walks_back_only_to_the_base(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path.write_bytes(file_of(*range(1, 1001)))
-    seen: list[int] = []
+def test_nothing_is_parsed_for_an_attempt_that_goes_on_or_that_compares_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adoption after 20,000 steps of one attempt, and a rollback that leaves them behind, cost
+    the loop no more than after 20; what is compared is read as it is needed."""
+    path.write_bytes(file_of(*range(1, 20_001)))
+    ledger = Ledger.open(path)
+    parsed = counted(monkeypatch)
+    adopted = ledger.tail(0, 1)
+    assert (adopted.own_first, adopted.own_last) == (1, 20_000)
+    back = ledger.tail(100, 2)
+    assert not parsed
+    assert [back.earlier(step) for step in (101, 102)] == [entry(101), entry(102)]
+    assert len(parsed) < 4000
+    ledger.close()
 
-    def watched(where: Path) -> Iterator[Entry]:
-        for item in iterate_backward(where):
-            seen.append(item.step)
-            yield item
 
-    monkeypatch.setattr(module, "iterate_backward", watched)
-    tail = tail_after(path, 990, 2)
-    assert sorted(tail.earlier) == list(range(991, 1001))
-    assert len(seen) == 11
+def test_rows_that_a_fork_brought_along_are_not_its_own(path: Path) -> None:
+    """An attempt of the parent that its journal does not know yet has the number of the first one
+    of the fork."""
+    ledger = Ledger.open(path)
+    ledger.append([entry(step, attempt=6) for step in range(1, 21)])
+    assert ledger.tail(20, 6).own_first is None
+    ledger.append([entry(21, attempt=6), entry(22, attempt=6)])
+    tail = ledger.tail(20, 6)
+    assert (tail.own_first, tail.own_last) == (21, 22)
+    ledger.close()
+
+
+def test_damage_among_the_rows_that_are_compared_is_named(path: Path) -> None:
+    content = bytearray(file_of(*range(1, 5001)))
+    content[ends(*range(1, 5001))[2000] - 5] = ord("#")
+    path.write_bytes(content)
+    ledger = Ledger.open(path)
+    tail = ledger.tail(1990, 2)
+    with pytest.raises(LedgerDamaged, match="is not a whole entry"):
+        tail.earlier(1991)
+    ledger.close()
 
 
 # --- binding and proof ---
@@ -714,10 +755,7 @@ def expected_binding(path: Path, count: int) -> tuple[int, str]:
     return count, hashlib.sha256(b"\n".join(lines).removesuffix(b",")).hexdigest()
 
 
-def test_a_binding_is_the_digest_of_the_prefix_that_ends_with_the_step(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_RECENT_ENTRIES", 8)
+def test_a_binding_is_the_digest_of_the_prefix_that_ends_with_the_step(path: Path) -> None:
     ledger = Ledger.open(path)
     for first in range(1, 3000, 100):
         ledger.append([entry(step) for step in range(first, first + 100)])
@@ -732,6 +770,57 @@ def test_a_binding_is_the_digest_of_the_prefix_that_ends_with_the_step(
     assert again.binding(1500) == expected_binding(path, 1500)
     assert again.binding(2999) == expected_binding(path, 2999)
     again.close()
+
+
+def test_a_binding_asked_for_in_the_middle_of_an_append_counts_what_it_hashes(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are in the file then, and the loop has not got round to counting them."""
+    ledger = Ledger.open(path)
+    ledger.append([entry(step) for step in range(1, 6001)])
+    append, raced = AppendFile.append, []
+
+    def interrupted(file: AppendFile, data: bytes) -> None:
+        append(file, data)
+        worker = threading.Thread(target=lambda: raced.append(ledger.binding(1000)))
+        worker.start()
+        worker.join()
+
+    monkeypatch.setattr(AppendFile, "append", interrupted)
+    ledger.append([entry(step) for step in range(6001, 6026)])
+    assert raced == [expected_binding(path, 1000)]
+    ledger.close()
+
+
+def test_a_binding_of_an_old_step_reads_one_stretch_and_parses_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_bytes(file_of(*range(1, 20_001)))
+    ledger = Ledger.open(path)
+    ledger.append([entry(20_001)])
+    parsed = counted(monkeypatch)
+    read: list[int] = []
+
+    def counting(descriptor: int, start: int, stop: int) -> bytes:
+        read.append(stop - start)
+        return read_range(descriptor, start, stop)
+
+    monkeypatch.setattr(stretches, "read_range", counting)
+    assert ledger.binding(1000) == expected_binding(path, 1000)
+    assert not parsed
+    assert len(read) == 1
+    assert read[0] <= stretches.STRETCH_BYTES + 1024
+    ledger.close()
+
+
+def test_rows_that_another_program_wrote_are_bound_too(path: Path) -> None:
+    rows = [b'{"loss":2.5,"step":1}', b'{ "step": 2, "loss": NaN}', b"[3,2.5]"]
+    path.write_bytes(b"[\n" + b",\n".join(rows) + CLOSING)
+    ledger = Ledger.open(path)
+    assert [ledger.binding(step) for step in (1, 2, 3)] == [
+        expected_binding(path, count) for count in (1, 2, 3)
+    ]
+    ledger.close()
 
 
 def test_bindings_in_order_hash_every_byte_once(
@@ -754,34 +843,24 @@ def test_bindings_in_order_hash_every_byte_once(
     ledger.close()
 
 
-def test_prove_finds_any_changed_byte_and_any_missing_entry(path: Path) -> None:
+def test_a_proof_finds_any_changed_byte_and_any_missing_entry(path: Path) -> None:
     ledger = Ledger.open(path)
     ledger.append([entry(step) for step in range(1, 6)])
     bound = [ledger.binding(step) for step in range(1, 6)]
     ledger.append([entry(6)])
     ledger.close()
     for count, sha256 in bound:
-        assert prove(path, count, sha256) is None
+        assert holds(path, count, sha256)
     whole = path.read_bytes()
     third = ends(*range(1, 6))[2]
     for position in range(len(whole)):
         changed = bytearray(whole)
         changed[position] ^= 1
         path.write_bytes(changed)
-        problem = prove(path, *bound[2])
-        assert (problem is None) == (position >= third + len(b",\n"))
+        assert holds(path, *bound[2]) == (position >= third + len(b",\n"))
     path.write_bytes(file_of(1, 2))
-    assert "holds fewer than the 3 entries" in str(prove(path, *bound[2]))
+    assert not holds(path, *bound[2])
     path.write_bytes(whole[:third])
-    assert prove(path, *bound[2]) is None, "only what stands behind the prefix is torn"
+    assert holds(path, *bound[2]), "only what stands behind the prefix is torn"
     path.write_bytes(whole[: third - 1])
-    assert "has changed" in str(prove(path, *bound[2]))
-
-
-def test_prove_works_across_block_borders(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path.write_bytes(file_of(*range(1, 40)))
-    for block in (1, 2, 7, 64, 127, 128):
-        monkeypatch.setattr(rows, "BLOCK_BYTES", block)
-        for count in (0, 1, 20, 39):
-            assert prove(path, *expected_binding(path, count)) is None
-        assert prove(path, 40, "") is not None
+    assert not holds(path, *bound[2])

@@ -12,9 +12,10 @@ from typing import Any, cast
 
 import pytest
 from faults import Faults
+from ledger_kit import holds
 from runs_kit import wait_until
 
-from supervisor import events as ev, journal, ledger
+from supervisor import events as ev, journal
 from supervisor.commit import RETRY_SECONDS, Commit, Pipeline
 from supervisor.contract import Entry
 from supervisor.journal import Journal
@@ -170,7 +171,7 @@ def test_a_checkpoint_is_bound_to_the_entry_of_its_step(files: Files) -> None:
     files.commit(SAVED, unbound, recorded=(3, 0))()
     (bound, free), _ = journal.read(files.journal.path)
     assert bound["ledger_entries"] == 2
-    assert ledger.prove(files.ledger.path, 2, bound["ledger_sha256"]) is None
+    assert holds(files.ledger.path, 2, bound["ledger_sha256"])
     assert (free["ledger_entries"], free["ledger_sha256"]) == (None, None)
 
 
