@@ -255,7 +255,7 @@ def parse_entry(value: Any, where: str) -> Entry:
         time=optional(decode_number, "time"),
         attempt=optional(count, "attempt"),
         epoch=optional(count, "epoch"),
-        arm=optional(identifier, "arm"),
+        arm=optional(text, "arm"),
         targets_seen=optional(integer, "targets_seen"),
         learning_rate=optional(decode_number, "learning_rate"),
         gradient_norm=optional(decode_number, "gradient_norm"),
@@ -383,7 +383,10 @@ def parse_receipt(line: bytes, where: str) -> Receipt:
     body = parse_object(line, where, RECEIPT_BYTES_MAX)
     match body.get("kind"):
         case None:
-            return parse_entry(body, where)
+            entry = parse_entry(body, where)
+            if entry.arm is not None:
+                identifier(entry.arm, f"{where} arm")  # or no ledger could take it
+            return entry
         case "environment":
             return EnvironmentLine(
                 integer(body.get("attempt"), f"{where} attempt", 1, INT32_MAX),
