@@ -12,12 +12,11 @@ A request has `id` and `do`, and:
 - `reclaim`: wanted_bytes, keep_every, pins, verified_steps; attempt and nonce of the living trainer
   -> removed, names, freed_bytes;
 - `supersede`: above_step -> moved ([step, moved to] each, newest first);
-- `clean`: attempt and nonce of the living trainer, or neither -> removed (names);
-- `preflight`: size_bytes, count -> available_bytes.
+- `clean`: attempt and nonce of the living trainer, or neither -> removed (names).
 
 A reply has `id`, `ok` and `result`; where it is not ok also `error` and `kind`: "damaged" (the
-checkpoint; result says step, reason, moved_to), "os" (the machine; without space the result says
-needed_bytes and available_bytes) or "ours" (the request was wrong, which is a bug).
+checkpoint; result says step, reason, moved_to), "os" (the machine) or "ours" (the request was
+wrong, which is a bug).
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class Requests:
             "reclaim": self._reclaim,
             "supersede": self._supersede,
             "clean": self._clean,
-            "preflight": self._preflight,
         }
 
     def answer(self, line: bytes) -> Json:
@@ -72,12 +70,6 @@ class Requests:
                 "moved_to": damage.moved_to,
             }
             return _failure(number, "damaged", str(damage), result)
-        except checkpoints.NoSpace as error:
-            result = {
-                "needed_bytes": error.needed_bytes,
-                "available_bytes": error.available_bytes,
-            }
-            return _failure(number, "os", str(error), result)
         except OSError as error:
             return _failure(number, "os", str(error), {})
         except ValueError as error:
@@ -162,14 +154,6 @@ class Requests:
                 for leftover in checkpoints.clean_temporaries(self._run_directory / name, living)
             ]
         }
-
-    def _preflight(self, request: Json) -> Json:
-        available_bytes = checkpoints.preflight(
-            self._run_directory,
-            _field(request, "size_bytes", int),
-            _field(request, "count", int),
-        )
-        return {"available_bytes": available_bytes}
 
 
 def summary(verified: Verified) -> Json:

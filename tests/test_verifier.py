@@ -197,21 +197,6 @@ def test_what_was_left_behind_is_retained_and_reclaimed(run: Path) -> None:
     assert ask(run, **reclaim, verified_steps=[200])["result"]["names"] == []
 
 
-def test_fc21_preflight_answers_with_both_numbers(run: Path) -> None:
-    """Too little disk was noticed only at the first save, after an epoch; the answer before the
-    start names what is needed and what there is.
-
-    mlfoundations/open_lm #154.
-    """
-    available = ask(run, do="preflight", size_bytes=1, count=1)["result"]["available_bytes"]
-    assert available > 1
-    reply = ask(run, do="preflight", size_bytes=2**50, count=2**10)
-    assert (reply["ok"], reply["kind"]) == (False, "os")
-    assert reply["result"]["needed_bytes"] == 2**60
-    assert reply["result"]["available_bytes"] < 2**60
-    assert str(2**60) in reply["error"]
-
-
 def test_an_error_of_the_machine_is_told_as_such(run: Path) -> None:
     (run / "superseded").write_bytes(b"in the way")
     write(run, 100)
