@@ -33,7 +33,7 @@ from supervisor.contract import (
     parse_checkpoint_stem,
     temporary_name,
 )
-from supervisor.durable import fsync_directory, replace_file
+from supervisor.durable import NO_ROOM, fsync_directory, replace_file
 from supervisor.readback import Damaged, Found, Lineage, Tick, Verified, no_tick, verify
 
 BINARY: Final = ".bin"
@@ -154,7 +154,9 @@ def select(
 def quarantine(run_directory: Path, found: Found, reason: str, *, time: float) -> str:
     """Moves both members to quarantine/ beside a `.reason.json`; the new place of the `.bin`.
 
-    The reason is durable first: a kill half-way leaves a reason too many, never one too few.
+    The reason is durable first: a kill half-way leaves a reason too many, never one too few. But
+    a disk without room for that file must not keep a run from its older checkpoints: there the
+    move goes without, and the journal's record is where the reason is.
     """
     target = _directory(run_directory, QUARANTINE)
     stem = checkpoint_stem(found.step)
@@ -166,7 +168,11 @@ def quarantine(run_directory: Path, found: Found, reason: str, *, time: float) -
         "names": [path.name for path in (found.binary, found.manifest) if path is not None],
         "moved_to": f"{QUARANTINE}/{stem}{suffix}{BINARY}",
     }
-    replace_file(target / f"{stem}{suffix}{REASON}", canonical(body) + b"\n")
+    try:
+        replace_file(target / f"{stem}{suffix}{REASON}", canonical(body) + b"\n")
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
     _move(found.binary.parent, target, stem, suffix, (BINARY, MANIFEST))
     return f"{QUARANTINE}/{stem}{suffix}{BINARY}"
 

@@ -13,7 +13,6 @@ Invariants:
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,14 +21,13 @@ from typing import Final
 
 from supervisor import contract
 from supervisor.checkpoints import find
-from supervisor.durable import size_of
+from supervisor.durable import NO_ROOM, size_of
 from supervisor.rundir import RunDirectory
 from supervisor.worker import Job, Outcome
 
 LOOK_INTERVAL_SECONDS: Final = 5.0
 CLEARED_AT: Final = 1.1
 ALARM: Final = "disk"
-NO_ROOM: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
 @dataclass(frozen=True, slots=True)
