@@ -5,7 +5,7 @@ What they do to files is `supervisor.checkpoints`; who sends them is `supervisor
 
 A request has `id` and `do`, and:
 - `select`: run_id, lineage, time; ceiling, bare_allowed -> chosen (a summary or null), rejected
-  ([step, reason, moved to] each, newest first);
+  ([step, reason, moved to] each, newest first), present (all steps that were there);
 - `verify`: step, run_id, lineage; bare_allowed, set_aside with time -> a summary;
 - `retain`: keep_last, keep_every, keep_superseded, pins, verified_steps -> removed (steps), names
   and freed_bytes of what went from superseded/;
@@ -15,8 +15,8 @@ A request has `id` and `do`, and:
 - `clean`: attempt and nonce of the living trainer, or neither -> removed (names).
 
 A reply has `id`, `ok` and `result`; where it is not ok also `error` and `kind`: "damaged" (the
-checkpoint; result says step, reason, moved_to), "os" (the machine) or "ours" (the request was
-wrong, which is a bug).
+checkpoint; result says step, reason, moved_to), "os" (the machine; where files were to be removed
+the result says which ones are gone) or "ours" (the request was wrong, which is a bug).
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class Requests:
                 "moved_to": damage.moved_to,
             }
             return _failure(number, "damaged", str(damage), result)
+        except reclaim.Unfinished as error:
+            return _failure(number, "os", str(error), _removal(error.done))
         except OSError as error:
             return _failure(number, "os", str(error), {})
         except ValueError as error:
@@ -89,6 +91,7 @@ class Requests:
         return {
             "chosen": None if chosen is None else summary(chosen),
             "rejected": [[one.step, one.reason, one.moved_to] for one in selection.rejected],
+            "present": selection.present,
         }
 
     def _verify(self, request: Json) -> Json:
@@ -114,19 +117,16 @@ class Requests:
         return summary(verified)
 
     def _retain(self, request: Json) -> Json:
-        pins = _steps(request, "pins")
-        removed = checkpoints.retain(
+        done = reclaim.retain(
             self._run_directory,
-            _field(request, "keep_last", int),
-            _field(request, "keep_every", int),
-            pins,
-            _steps(request, "verified_steps"),
+            keep_last=_field(request, "keep_last", int),
+            keep_every=_field(request, "keep_every", int),
+            keep_superseded=_field(request, "keep_superseded", int),
+            pins=_steps(request, "pins"),
+            verified_steps=_steps(request, "verified_steps"),
             tick=self._tick,
         )
-        left = reclaim.retain_superseded(
-            self._run_directory, _field(request, "keep_superseded", int), pins, tick=self._tick
-        )
-        return {"removed": removed, "names": left.names, "freed_bytes": left.freed_bytes}
+        return _removal(done)
 
     def _reclaim(self, request: Json) -> Json:
         done = reclaim.reclaim(
@@ -138,7 +138,7 @@ class Requests:
             living=_living(request),
             tick=self._tick,
         )
-        return {"removed": done.steps, "names": done.names, "freed_bytes": done.freed_bytes}
+        return _removal(done)
 
     def _supersede(self, request: Json) -> Json:
         above_step = _field(request, "above_step", int)
@@ -154,6 +154,10 @@ class Requests:
                 for leftover in checkpoints.clean_temporaries(self._run_directory / name, living)
             ]
         }
+
+
+def _removal(done: reclaim.Reclaimed) -> Json:
+    return {"removed": done.steps, "names": done.names, "freed_bytes": done.freed_bytes}
 
 
 def summary(verified: Verified) -> Json:

@@ -200,10 +200,12 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """What a resume may start from; `step` None: nothing. `rejected`: (step, reason, moved to)."""
+    """What a resume may start from; `step` None: nothing. `present`: every checkpoint that was
+    there, whatever was asked for; `rejected`: (step, reason, moved to)."""
 
     now: float
     step: int | None
+    present: tuple[int, ...]
     binary_digest: str = ""
     sha256: str = ""
     attempt: int = 0

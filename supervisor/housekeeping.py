@@ -125,9 +125,8 @@ class Housekeeper:
         verified_steps: Iterable[int],
     ) -> None:
         def retained(reply: Reply) -> None:
-            self._alarm("retention", "" if reply.ok else reply.error)
-            if reply.ok:
-                self._emit(_removal(reply.result))
+            self._alarm("retention", reply.error)
+            self._tell_removed(reply)
 
         self._ask(
             retained,
@@ -151,9 +150,8 @@ class Housekeeper:
         """Makes room for a checkpoint; `done` gets the bytes that have come free."""
 
         def reclaimed(reply: Reply) -> None:
-            self._alarm("retention", "" if reply.ok else reply.error)
-            if reply.ok:
-                self._emit(_removal(reply.result))
+            self._alarm("retention", reply.error)
+            self._tell_removed(reply)
             done(reply.result["freed_bytes"] if reply.ok else 0)
 
         self._ask(
@@ -166,6 +164,11 @@ class Housekeeper:
             attempt=living[0],
             nonce=living[1],
         )
+
+    def _tell_removed(self, reply: Reply) -> None:
+        """Also where it failed: what has gone by then has gone."""
+        if "removed" in reply.result:
+            self._emit(_removal(reply.result))
 
     def _see(self, checkpoint: Json) -> None:
         self._seen_step = checkpoint["step"]
@@ -198,12 +201,13 @@ class Housekeeper:
 def _selection(result: Json) -> ev.Selected:
     now = time.monotonic()
     rejected = tuple((step, reason, str(moved)) for step, reason, moved in result["rejected"])
-    chosen = result["chosen"]
+    present, chosen = tuple(result["present"]), result["chosen"]
     if chosen is None:
-        return ev.Selected(now, None, rejected=rejected)
+        return ev.Selected(now, None, present, rejected=rejected)
     return ev.Selected(
         now,
         chosen["step"],
+        present,
         chosen["binary_digest"] or "",
         chosen["sha256"],
         chosen["attempt"],

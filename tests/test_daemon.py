@@ -779,6 +779,22 @@ def test_fc03_a_damaged_newest_checkpoint_costs_one_cadence_and_no_manual_step(r
     assert run.records("attempt_started")[-1]["resume_step"] == 10
 
 
+def test_a_helper_that_was_killed_while_it_retained_leaves_no_ghosts(run: Run) -> None:
+    """Files go first and their record follows; a kill in between is the same as this."""
+    run.set("training", steps=45)
+    supervisor = run.hold(35)
+    assert run.ask("stop", "s1").outcome == "done"
+    assert run.end(supervisor) == 0
+    assert run.checkpoints() == [10, 20, 30, 35]
+    (run.directory / contract.CHECKPOINTS / "step_000010.bin").unlink()
+    assert run.supervisor("verify", str(run.directory)).returncode == 1
+    run.open_gate()
+    assert run.finish() == 0
+    assert [10] in [record["steps"] for record in run.records("checkpoints_removed")]
+    proven = run.supervisor("verify", str(run.directory))
+    assert proven.returncode == 0, proven.stdout
+
+
 # --- hostile surroundings -------------------------------------------------------------------------
 
 

@@ -98,7 +98,9 @@ class Case:
         return self.feed(ev.Opened, self.life, holders, wish, request, **more)
 
     def select(self, step: int | None, **more: Any) -> list[ev.Effect]:
-        return self.feed(ev.Selected, step, "bd", "sha", 1, "cadence", **more)
+        there = self.state.durable.on_disk | ({step} if step is not None else set())
+        present = more.pop("present", tuple(sorted(there)))
+        return self.feed(ev.Selected, step, present, "bd", "sha", 1, "cadence", **more)
 
     def clear(self, *superseded: int) -> list[ev.Effect]:
         """Nothing stands above the base any more, if a base was decided on."""
@@ -262,7 +264,7 @@ SAMPLE_EVENTS: Final[dict[type, tuple[Any, ...]]] = {
     ev.Died: (),
     ev.Reaped: (0, None, None, 1, 0, ()),
     ev.Merged: (1,),
-    ev.Selected: (None,),
+    ev.Selected: (None, ()),
     ev.Cleared: (4, ()),
     ev.Archived: (4, "pivot-0001-step_000004"),
     ev.Verified: (4, "", "sha", "bd", 1, "cadence"),
@@ -1642,6 +1644,25 @@ def test_what_was_removed_is_on_record() -> None:
         ev.LeftoversRemoved(["superseded/step_000200.bin"], 80),
     ]
     assert case.feed(ev.Removed, ()) == []
+
+
+def test_what_went_without_a_word_is_missed_by_the_next_selection() -> None:
+    """The helper, or a whole life, was killed between the removal and its record."""
+    committed = [ev.CheckpointCommitted(step, 1, "cadence", [], "bd") for step in (100, 200, 300)]
+    case = Case(*committed, ev.CheckpointVerified(100, "sha")).to_selecting(history=300)
+    case.select(300, present=(300,))
+    assert case.records[0] == ev.CheckpointsRemoved([100, 200])
+    assert case.state.durable.on_disk == {300}
+    assert case.state.durable.verified == {300}
+    assert case.place == ("starting", "clearing")
+    case.feed(ev.Cleared, 300, ())
+    assert not any(isinstance(record, ev.CheckpointsSuperseded) for record in case.records)
+
+
+def test_a_selection_misses_nothing_above_its_ceiling() -> None:
+    case = Case(ev.CheckpointCommitted(100, 1, "cadence", [], "bd")).to_selecting(history=50)
+    case.select(None, present=(100,))
+    assert case.state.durable.on_disk == {100}
 
 
 def test_a_saved_checkpoint_is_verified_once_and_then_retention_may_go_on() -> None:

@@ -86,6 +86,8 @@ class Checks:
         self.cells[before.phase, type(event).__name__] += 1
         if isinstance(event, ev.Asked):
             self.requests[before.phase, before.stage, event.verb] += 1
+        if isinstance(event, ev.Selected):
+            assert after.durable.on_disk <= set(self._world.disk.checkpoints), "a ghost"
         self._time_goes_on(event.now)
         records = [effect.record for effect in effects if isinstance(effect, ev.Append)]
         durable = before.durable

@@ -122,7 +122,11 @@ def test_select_obeys_the_ceiling_and_the_lineage(run: Path) -> None:
 
 
 def test_select_where_nothing_is_valid(run: Path) -> None:
-    assert ask(run, **SELECT)["result"] == {"chosen": None, "rejected": []}
+    assert ask(run, **SELECT)["result"] == {
+        "chosen": None,
+        "rejected": [],
+        "present": (),
+    }
 
 
 def test_a_bare_file_has_no_state_to_tell(run: Path) -> None:
@@ -195,6 +199,26 @@ def test_what_was_left_behind_is_retained_and_reclaimed(run: Path) -> None:
     result = ask(run, **reclaim, verified_steps=[100, 200], attempt=1, nonce=NONCE)["result"]
     assert result["names"] == ["superseded/step_000400.bin", "superseded/step_000400.json"]
     assert ask(run, **reclaim, verified_steps=[200])["result"]["names"] == []
+
+
+@pytest.mark.parametrize(("do", "gone"), [("retain", "removed"), ("reclaim", "names")])
+def test_a_reply_that_something_failed_says_what_had_gone(run: Path, do: str, gone: str) -> None:
+    write(run, 100, 200, 300)
+    left_and_in_the_way(run)
+    fields = {"keep_last": 2, "keep_superseded": 1, "wanted_bytes": 2**40, "keep_every": 0}
+    reply = ask(run, do=do, **fields, pins=[], verified_steps=[100, 200, 300])
+    assert (reply["ok"], reply["kind"]) == (False, "os")
+    assert "Not a directory" in reply["error"]
+    assert reply["result"][gone] == ([100] if do == "retain" else [DEAD])
+
+
+DEAD = f"checkpoints/{temporary_name(1, NONCE, 'step_000500.bin')}"
+
+
+def left_and_in_the_way(run: Path) -> None:
+    """Something that can go, and something that ends what would go after it."""
+    (run / DEAD).write_bytes(b"half")
+    (run / "superseded").write_bytes(b"in the way")
 
 
 def test_an_error_of_the_machine_is_told_as_such(run: Path) -> None:
@@ -777,6 +801,24 @@ def test_an_errand_that_a_start_needs_outlives_its_helper(
         assert found.superseded == (200,)
     assert house.alarms[-1] == ("helper", "")
     assert not house.keeper.busy
+
+
+@pytest.mark.parametrize("errand", ["retain", "reclaim"])
+def test_what_an_errand_removed_before_it_failed_is_told(
+    run: Path, house: House, errand: str
+) -> None:
+    write(run, 100, 200, 300)
+    left_and_in_the_way(run)
+    if errand == "retain":
+        house.keeper.retain(2, 0, 0, (), [100, 200, 300])
+    else:
+        house.keeper.reclaim(2**40, 0, (), [100, 200, 300], (2, NONCE), lambda freed: None)
+    found = house.wait_for_event()
+    assert isinstance(found, ev.Removed)
+    assert (found.steps, found.names) == (((100,), ()) if errand == "retain" else ((), (DEAD,)))
+    ((name, detail),) = house.alarms
+    assert name == "retention"
+    assert "Not a directory" in detail
 
 
 def test_an_errand_that_fails_again_and_again_ends_this_life(
