@@ -463,7 +463,7 @@ class Daemon:
             self.state.durable.verified | {newest_verified},
         )
 
-    def _reclaim(self, wanted_bytes: int, done: Callable[[int], None]) -> bool:
+    def _reclaim(self, wanted_bytes: int, done: Callable[[int | None], None]) -> bool:
         """False where no trainer runs: a selection may be looking at what would go."""
         durable = self.state.durable
         if self.state.phase != "running" or durable.open is None:

@@ -145,14 +145,15 @@ class Housekeeper:
         pins: Iterable[int],
         verified_steps: Iterable[int],
         living: tuple[int, str],
-        done: Callable[[int], None],
+        done: Callable[[int | None], None],
     ) -> None:
-        """Makes room for a checkpoint; `done` gets the bytes that have come free."""
+        """Makes room for a checkpoint; `done` gets the bytes that have come free, or None where it
+        failed. Whether to try again is not decided here: the trainer may have gone meanwhile."""
 
         def reclaimed(reply: Reply) -> None:
             self._alarm("retention", reply.error)
             self._tell_removed(reply)
-            done(reply.result["freed_bytes"] if reply.ok else 0)
+            done(reply.result["freed_bytes"] if reply.ok else None)
 
         self._ask(
             reclaimed,

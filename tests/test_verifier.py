@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -779,15 +779,8 @@ def test_an_errand_that_a_start_needs_outlives_its_helper(
 ) -> None:
     """The kernel may choose the helper when memory runs out; the run must not end of it."""
     write(run, 100, 200)
-    helper = house.helper
-    assert helper is not None
-    os.kill(helper, signal.SIGSTOP)  # it does not come to an answer
-    if errand == "select":
-        house.keeper.select(250)
-    else:
-        house.keeper.clear(100)
-    kill(helper)
-    house.keeper.receive()
+    keeper = house.keeper
+    kill_during(house, lambda: keeper.select(250) if errand == "select" else keeper.clear(100))
     ((name, detail),) = house.alarms
     assert name == "helper"
     assert "by signal 9 during" in detail
@@ -819,6 +812,23 @@ def test_what_an_errand_removed_before_it_failed_is_told(
     ((name, detail),) = house.alarms
     assert name == "retention"
     assert "Not a directory" in detail
+
+
+def test_a_helper_that_was_killed_has_not_said_that_nothing_can_go(run: Path, house: House) -> None:
+    freed: list[int | None] = []
+    kill_during(house, lambda: house.keeper.reclaim(1, 0, (), [], (1, NONCE), freed.append))
+    assert freed == [None]
+    assert house.alarms[0][0] == "retention"
+    assert house.events == []
+
+
+def kill_during(house: House, errand: Callable[[], None]) -> None:
+    helper = house.helper
+    assert helper is not None
+    os.kill(helper, signal.SIGSTOP)  # it does not come to an answer
+    errand()
+    kill(helper)
+    house.keeper.receive()
 
 
 def test_an_errand_that_fails_again_and_again_ends_this_life(
