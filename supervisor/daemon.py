@@ -345,9 +345,9 @@ class Daemon:
         there = find(self.directory.checkpoints)
         if not self.recorder.at_end():
             return  # the entry that one of them is bound to may not be taken in yet
+        known = self.state.durable.on_disk | self.state.verifying | self.state.unread
         for found in there:
-            known = found.step in self.state.durable.on_disk or found.step in self.state.verifying
-            if found.manifest is not None and not known:
+            if found.manifest is not None and found.step not in known:
                 self._inbox.append(ev.Noticed(now, found.step))
 
     # --- recording ---

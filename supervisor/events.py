@@ -249,6 +249,15 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
+class Unverified:
+    """The helper could not read a checkpoint back, however often it was asked. That says nothing of
+    the checkpoint."""
+
+    now: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Removed:
     """Checkpoints that no rule keeps are gone; so are files that were left over (`names`)."""
 
@@ -290,6 +299,7 @@ Event = (
     | Cleared
     | Archived
     | Verified
+    | Unverified
     | Removed
     | Full
     | Broken

@@ -3,8 +3,9 @@
 What may live here: turning effects into requests to the helper and its replies into events. What
 the helper does to files is `checkpoints`; what follows from it is the machine's decision.
 
-Invariant: an errand that no start can do without is tried again before its failure ends this life:
-a helper may be killed for want of memory, and a disk may fail for a moment.
+Invariant: an errand that something waits for is tried again before it is given up: a helper may be
+killed for want of memory, and a disk may fail for a moment. One that no start can do without ends
+this life then; a checkpoint that was not read back waits for the next one.
 """
 
 from __future__ import annotations
@@ -102,19 +103,21 @@ class Housekeeper:
     def verify(self, step: int) -> None:
         def verified(reply: Reply) -> None:
             if reply.ok:
-                self._alarm("verification", "")
                 if step >= self._seen_step:  # not so where the selection was faster
                     self._see(reply.result)
                 self._emit(_verification(reply.result))
-            elif reply.kind == "damaged":
+            else:
                 reason = reply.result["reason"]
                 moved_to = str(reply.result.get("moved_to") or "")
                 self._emit(ev.Verified(time.monotonic(), step, reason, moved_to=moved_to))
-            else:
-                self._alarm("verification", f"step {step}: {reply.error}")
+
+        def gave_up(error: str) -> None:
+            self._alarm("verification", f"step {step}, {TRIES} times: {error}")
+            self._emit(ev.Unverified(time.monotonic(), step))
 
         request = {"step": step, "set_aside": True, "time": time.time()}
-        self._ask(verified, "verify", **request, **self._identity)
+        what = f"step {step}"
+        self._insist(verified, gave_up, "verification", what, "verify", **request, **self._identity)
 
     def retain(
         self,
@@ -179,18 +182,35 @@ class Housekeeper:
         self._calls[self._verifier.submit({"do": do, **request})] = done
 
     def _demand(self, done: Callable[[Json], None], do: str, **request: Any) -> None:
+        def gave_up(error: str) -> None:
+            raise HelperFailed(f"{do}, {TRIES} times: {error}")
+
+        self._insist(lambda reply: done(reply.result), gave_up, ALARM, do, do, **request)
+
+    def _insist(
+        self,
+        done: Callable[[Reply], None],
+        gave_up: Callable[[str], None],
+        alarm: str,
+        what: str,
+        do: str,
+        **request: Any,
+    ) -> None:
+        """Asks again while the helper fails, but not for ever. A checkpoint that is damaged is no
+        failure of the helper."""
         failures = 0
 
         def answered(reply: Reply) -> None:
             nonlocal failures
-            if reply.ok:
-                self._alarm(ALARM, "")
-                done(reply.result)
+            if reply.ok or reply.kind == "damaged":
+                self._alarm(alarm, "")
+                done(reply)
                 return
             failures += 1
             if failures == TRIES:
-                raise HelperFailed(f"{do}, {TRIES} times: {reply.error}")
-            self._alarm(ALARM, f"{do}: {reply.error}")
+                gave_up(reply.error)
+                return
+            self._alarm(alarm, f"{what}: {reply.error}")
             self._later.append((time.monotonic() + RETRY_SECONDS, ask))
 
         def ask() -> None:

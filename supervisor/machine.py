@@ -95,6 +95,7 @@ def _merged(turn: Turn, event: ev.Event) -> None:
 
 def _selected(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Selected)
+    turn.set(unread=frozenset())
     if gone := turn.state.durable.on_disk.difference(event.present):
         # Removed or moved by a helper or in a life that was killed before it could say so.
         turn.append(ev.CheckpointsRemoved(sorted(gone)))
@@ -336,6 +337,7 @@ def _ended_already(turn: Turn, event: ev.Event) -> None:
 
 _ANYWHERE: Final[dict[type, Handler]] = {
     ev.Verified: saving.verified,
+    ev.Unverified: saving.unverified,
     ev.Removed: shortage.removed,
     ev.Noticed: saving.noticed,
     ev.Full: shortage.full,

@@ -536,7 +536,7 @@ class Life:
     def _unannounced(self) -> list[int]:
         if self.state.phase not in ("running", "stopping"):
             return []
-        known = self.state.durable.on_disk | self.state.verifying
+        known = self.state.durable.on_disk | self.state.verifying | self.state.unread
         return sorted(step for step in self.world.disk.checkpoints if step not in known)
 
     def _begin_errand(self) -> None:
@@ -598,7 +598,9 @@ class Life:
             del found[step]
         return ev.Cleared(0.0, base_step, superseded)
 
-    def _verify(self, step: int) -> ev.Verified:
+    def _verify(self, step: int) -> ev.Verified | ev.Unverified:
+        if self.world.chance(0.1):  # killed, as often as it was asked
+            return ev.Unverified(0.0, step)
         found = self.world.disk.checkpoints.get(step)
         if found is None:
             return ev.Verified(0.0, step, "no such file")

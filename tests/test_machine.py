@@ -268,6 +268,7 @@ SAMPLE_EVENTS: Final[dict[type, tuple[Any, ...]]] = {
     ev.Cleared: (4, ()),
     ev.Archived: (4, "pivot-0001-step_000004"),
     ev.Verified: (4, "", "sha", "bd", 1, "cadence"),
+    ev.Unverified: (4,),
     ev.Removed: ((),),
     ev.Full: ("no room",),
     ev.Broken: ("gap",),
@@ -1689,6 +1690,53 @@ def test_a_checkpoint_that_no_message_told_of_is_verified_and_recorded() -> None
     ]
     assert ev.Reply("c1", "done", "", {"step": 7}) in case.effects
     assert case.deadline() == case.state.patience.looked + LOOK_SECONDS
+
+
+def test_what_could_not_be_read_back_is_tried_again_with_the_next_checkpoint() -> None:
+    case = Case().to_running()
+    case.ask("checkpoint", "c1")
+    assert case.feed(ev.Noticed, 7) == [ev.Verify(7)]
+    assert case.feed(ev.Unverified, 7) == []
+    assert case.state.verifying == frozenset()
+    assert case.saved(8) == [
+        ev.Append(ev.CheckpointCommitted(8, 1, "cadence", [], "bd")),
+        ev.Verify(7),
+        ev.Verify(8),
+    ]
+    case.feed(ev.Verified, 7, "", "sha", "bd", 1, "operator", ("c1",))
+    assert ev.CheckpointCommitted(7, 1, "operator", ["c1"], "bd") in case.records
+    assert ev.Reply("c1", "done", "", {"step": 7}) in case.effects
+    case.feed(ev.Unverified, 8)
+    assert case.saved(9)[-2:] == [ev.Verify(8), ev.Verify(9)], "and so on, once for each"
+
+
+def unread() -> Case:
+    case = Case().to_running()
+    case.saved(7)
+    case.feed(ev.Unverified, 7)
+    return case
+
+
+def test_what_could_not_be_read_back_and_is_gone_is_not_asked_for_again() -> None:
+    case = unread()
+    case.feed(ev.Removed, (7,))
+    assert case.saved(8)[-1:] == [ev.Verify(8)]
+    assert ev.Verify(7) not in case.effects
+    case = unread()
+    case.die(signal=9)
+    case.wait(RULES.delay_seconds)
+    case.to_selecting(history=7).select(None, present=())
+    assert case.state.unread == frozenset()
+
+
+def test_what_went_between_two_tries_to_read_it_back_was_not_damaged() -> None:
+    case = Case().to_running()
+    case.saved(7)
+    case.feed(ev.Removed, (7,))
+    assert case.feed(ev.Verified, 7, "step_000007.bin: no such file") == []
+    case.saved(8)
+    case.feed(ev.Verified, 8, "step_000008.bin: no such file")
+    assert ev.CheckpointQuarantined(8, "step_000008.bin: no such file", "") in case.records
 
 
 @each_place

@@ -37,7 +37,11 @@ UNREACHED: Final[dict[Cell, str]] = {
     ("failed", "Noticed"): "what ended by itself is not looked at any more, and what was killed has"
     " been looked at since; it takes a machine that pauses at the wrong moment",
     ("finished", "Noticed"): "what was noticed is decided on before the selection is asked for",
-    ("finished", "Verified"): "the helper works in order: it has verified before it selects",
+    **{
+        ("finished", event): "the helper works in order: it has verified before it selects; only"
+        " what it is asked again, which no world has, comes later"
+        for event in ("Verified", "Unverified")
+    },
     **{
         (phase, "Recorded"): "only what does not end with its trainer goes on to write receipts,"
         " and that is stuck"

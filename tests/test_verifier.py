@@ -831,6 +831,34 @@ def kill_during(house: House, errand: Callable[[], None]) -> None:
     house.keeper.receive()
 
 
+def test_a_killed_helper_is_asked_again_to_read_a_checkpoint_back(run: Path, house: House) -> None:
+    write(run, 100)
+    kill_during(house, lambda: house.keeper.verify(100))
+    ((name, detail),) = house.alarms
+    assert name == "verification"
+    assert detail.startswith("step 100: the verifier ended by signal 9")
+    found = house.wait_for_event()
+    assert isinstance(found, ev.Verified)
+    assert (found.step, found.problem) == (100, "")
+    assert house.alarms[-1] == ("verification", "")
+    assert not house.keeper.busy
+
+
+def test_what_cannot_be_read_back_is_given_up_with_an_alarm(
+    run: Path, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(house.keeper._verifier, "_command", [sys.executable, "-c", "exit(3)"])
+    kill(house.helper)
+    house.keeper.receive()
+    house.keeper.verify(100)
+    found = house.wait_for_event()
+    assert isinstance(found, ev.Unverified)
+    assert found.step == 100
+    assert len(house.alarms) == housekeeping.TRIES
+    assert house.alarms[-1][1].startswith("step 100, 5 times: the verifier ended with exit status")
+    assert not house.keeper.busy
+
+
 def test_an_errand_that_fails_again_and_again_ends_this_life(
     run: Path, house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
