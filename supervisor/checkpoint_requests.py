@@ -5,19 +5,18 @@ What they do to files is `supervisor.checkpoints`; who sends them is `supervisor
 
 A request has `id` and `do`, and:
 - `select`: run_id, lineage, time; ceiling, bare_allowed -> chosen (a summary or null), rejected
-  ([step, reason, moved to] each, newest first);
+  ([step, reason, moved to] each, newest first), present (all steps that were there);
 - `verify`: step, run_id, lineage; bare_allowed, set_aside with time -> a summary;
 - `retain`: keep_last, keep_every, keep_superseded, pins, verified_steps -> removed (steps), names
   and freed_bytes of what went from superseded/;
 - `reclaim`: wanted_bytes, keep_every, pins, verified_steps; attempt and nonce of the living trainer
   -> removed, names, freed_bytes;
 - `supersede`: above_step -> moved ([step, moved to] each, newest first);
-- `clean`: attempt and nonce of the living trainer, or neither -> removed (names);
-- `preflight`: size_bytes, count -> available_bytes.
+- `clean`: attempt and nonce of the living trainer, or neither -> removed (names).
 
 A reply has `id`, `ok` and `result`; where it is not ok also `error` and `kind`: "damaged" (the
-checkpoint; result says step, reason, moved_to), "os" (the machine; without space the result says
-needed_bytes and available_bytes) or "ours" (the request was wrong, which is a bug).
+checkpoint; result says step, reason, moved_to), "os" (the machine; where files were to be removed
+the result says which ones are gone) or "ours" (the request was wrong, which is a bug).
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class Requests:
             "reclaim": self._reclaim,
             "supersede": self._supersede,
             "clean": self._clean,
-            "preflight": self._preflight,
         }
 
     def answer(self, line: bytes) -> Json:
@@ -72,12 +70,8 @@ class Requests:
                 "moved_to": damage.moved_to,
             }
             return _failure(number, "damaged", str(damage), result)
-        except checkpoints.NoSpace as error:
-            result = {
-                "needed_bytes": error.needed_bytes,
-                "available_bytes": error.available_bytes,
-            }
-            return _failure(number, "os", str(error), result)
+        except reclaim.Unfinished as error:
+            return _failure(number, "os", str(error), _removal(error.done))
         except OSError as error:
             return _failure(number, "os", str(error), {})
         except ValueError as error:
@@ -97,6 +91,7 @@ class Requests:
         return {
             "chosen": None if chosen is None else summary(chosen),
             "rejected": [[one.step, one.reason, one.moved_to] for one in selection.rejected],
+            "present": selection.present,
         }
 
     def _verify(self, request: Json) -> Json:
@@ -122,19 +117,16 @@ class Requests:
         return summary(verified)
 
     def _retain(self, request: Json) -> Json:
-        pins = _steps(request, "pins")
-        removed = checkpoints.retain(
+        done = reclaim.retain(
             self._run_directory,
-            _field(request, "keep_last", int),
-            _field(request, "keep_every", int),
-            pins,
-            _steps(request, "verified_steps"),
+            keep_last=_field(request, "keep_last", int),
+            keep_every=_field(request, "keep_every", int),
+            keep_superseded=_field(request, "keep_superseded", int),
+            pins=_steps(request, "pins"),
+            verified_steps=_steps(request, "verified_steps"),
             tick=self._tick,
         )
-        left = reclaim.retain_superseded(
-            self._run_directory, _field(request, "keep_superseded", int), pins, tick=self._tick
-        )
-        return {"removed": removed, "names": left.names, "freed_bytes": left.freed_bytes}
+        return _removal(done)
 
     def _reclaim(self, request: Json) -> Json:
         done = reclaim.reclaim(
@@ -146,7 +138,7 @@ class Requests:
             living=_living(request),
             tick=self._tick,
         )
-        return {"removed": done.steps, "names": done.names, "freed_bytes": done.freed_bytes}
+        return _removal(done)
 
     def _supersede(self, request: Json) -> Json:
         above_step = _field(request, "above_step", int)
@@ -163,13 +155,9 @@ class Requests:
             ]
         }
 
-    def _preflight(self, request: Json) -> Json:
-        available_bytes = checkpoints.preflight(
-            self._run_directory,
-            _field(request, "size_bytes", int),
-            _field(request, "count", int),
-        )
-        return {"available_bytes": available_bytes}
+
+def _removal(done: reclaim.Reclaimed) -> Json:
+    return {"removed": done.steps, "names": done.names, "freed_bytes": done.freed_bytes}
 
 
 def summary(verified: Verified) -> Json:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,7 +33,7 @@ from supervisor.contract import (
     parse_checkpoint_stem,
     temporary_name,
 )
-from supervisor.durable import fsync_directory, replace_file
+from supervisor.durable import NO_ROOM, fsync_directory, replace_file
 from supervisor.readback import Damaged, Found, Lineage, Tick, Verified, no_tick, verify
 
 BINARY: Final = ".bin"
@@ -65,10 +65,12 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """`chosen` None: the run has no valid checkpoint. `rejected` newest first."""
+    """`chosen` None: the run has no valid checkpoint. `rejected` newest first. `present` are the
+    steps of all checkpoints that were there to begin with, whatever the ceiling."""
 
     chosen: Verified | None
     rejected: tuple[Rejected, ...]
+    present: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,9 @@ def select(
     Raises OSError where a failure says nothing about a checkpoint; then nothing was decided.
     """
     rejected: list[Rejected] = []
-    for found in reversed(find(run_directory / CHECKPOINTS)):
+    there = find(run_directory / CHECKPOINTS)
+    present = tuple(found.step for found in there)
+    for found in reversed(there):
         if ceiling is not None and found.step > ceiling:
             continue
         try:
@@ -147,14 +151,16 @@ def select(
             moved_to = quarantine(run_directory, found, damage.reason, time=time)
             rejected.append(Rejected(found.step, damage.reason, moved_to))
         else:
-            return Selection(chosen, tuple(rejected))
-    return Selection(None, tuple(rejected))
+            return Selection(chosen, tuple(rejected), present)
+    return Selection(None, tuple(rejected), present)
 
 
 def quarantine(run_directory: Path, found: Found, reason: str, *, time: float) -> str:
     """Moves both members to quarantine/ beside a `.reason.json`; the new place of the `.bin`.
 
-    The reason is durable first: a kill half-way leaves a reason too many, never one too few.
+    The reason is durable first: a kill half-way leaves a reason too many, never one too few. But
+    a disk without room for that file must not keep a run from its older checkpoints: there the
+    move goes without, and the journal's record is where the reason is.
     """
     target = _directory(run_directory, QUARANTINE)
     stem = checkpoint_stem(found.step)
@@ -166,7 +172,11 @@ def quarantine(run_directory: Path, found: Found, reason: str, *, time: float) -
         "names": [path.name for path in (found.binary, found.manifest) if path is not None],
         "moved_to": f"{QUARANTINE}/{stem}{suffix}{BINARY}",
     }
-    replace_file(target / f"{stem}{suffix}{REASON}", canonical(body) + b"\n")
+    try:
+        replace_file(target / f"{stem}{suffix}{REASON}", canonical(body) + b"\n")
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
     _move(found.binary.parent, target, stem, suffix, (BINARY, MANIFEST))
     return f"{QUARANTINE}/{stem}{suffix}{BINARY}"
 
@@ -261,49 +271,61 @@ def retain(
     pins: Collection[int],
     verified_steps: Iterable[int],
     *,
+    removed: list[int] | None = None,
     tick: Tick = no_tick,
 ) -> list[int]:
-    """Removes the checkpoints that no rule keeps; their steps, ascending.
+    """Removes the checkpoints that no rule keeps; their steps, ascending. `removed` is a list of
+    the caller's for them, who has there what is gone when an error ends this early.
 
     `verified_steps` are those that were read back from the device; which of them still exist is
     looked up here. Each `.bin` goes, durably, before its manifest: a kill half-way leaves a
-    manifest alone, which is no checkpoint and which the next call removes.
+    manifest alone, which is no checkpoint and which the next call removes. The operator may be
+    faster anywhere.
     """
     directory = run_directory / CHECKPOINTS
     present = [found.step for found in find(directory)]
     newest_verified = max(set(verified_steps).intersection(present), default=None)
-    removed = plan_retention(present, keep_last, keep_every, pins, newest_verified)
-    _unlink(directory, [checkpoint_stem(step) + BINARY for step in removed], tick)
+    removed = [] if removed is None else removed
+    for step in plan_retention(present, keep_last, keep_every, pins, newest_verified):
+        tick()
+        (directory / (checkpoint_stem(step) + BINARY)).unlink(missing_ok=True)
+        removed.append(step)
+    if removed:
+        fsync_directory(directory)
     # A manifest above the newest verified step may be half of a publication in progress.
     orphans = [
         step
         for step, endings in _members(directory, regular_only=True).items()
         if BINARY not in endings and newest_verified is not None and step < newest_verified
     ]
-    _unlink(directory, [checkpoint_stem(step) + MANIFEST for step in sorted(orphans)], tick)
+    for step in sorted(orphans):
+        tick()
+        (directory / (checkpoint_stem(step) + MANIFEST)).unlink(missing_ok=True)
+    if orphans:
+        fsync_directory(directory)
     return removed
 
 
 def clean_temporaries(directory: Path, living: tuple[int, str] | None) -> list[str]:
-    """Removes the temporaries of attempts that are dead; `living` is (attempt, nonce) or None."""
+    """Removes the temporaries of attempts that are dead."""
+    found = temporaries(directory, living)
+    for path in found:
+        path.unlink(missing_ok=True)
+    if found:
+        fsync_directory(directory)
+    return [path.name for path in found]
+
+
+def temporaries(directory: Path, living: tuple[int, str] | None) -> list[Path]:
+    """The temporaries of attempts that are dead; `living` is (attempt, nonce) or None."""
     ours = None if living is None else temporary_name(*living, "")
     if not directory.exists():
         return []
-    names = [
-        name
+    return [
+        directory / name
         for name in sorted(os.listdir(directory))
         if name.startswith(TEMPORARY_PREFIX) and not (ours is not None and name.startswith(ours))
     ]
-    _unlink(directory, names, no_tick)
-    return names
-
-
-def _unlink(directory: Path, names: Sequence[str], tick: Tick) -> None:
-    for name in names:
-        tick()
-        (directory / name).unlink(missing_ok=True)  # the operator may have been faster
-    if names:
-        fsync_directory(directory)
 
 
 def preflight(run_directory: Path, size_bytes: int, count: int) -> int:

@@ -353,9 +353,9 @@ class Daemon:
         self._alarm("checkpoints", "")
         if not self.recorder.at_end():
             return  # the entry that one of them is bound to may not be taken in yet
+        known = self.state.durable.on_disk | self.state.verifying | self.state.unread
         for found in there:
-            known = found.step in self.state.durable.on_disk or found.step in self.state.verifying
-            if found.manifest is not None and not known:
+            if found.manifest is not None and found.step not in known:
                 self._inbox.append(ev.Noticed(now, found.step))
 
     # --- recording ---
@@ -474,7 +474,7 @@ class Daemon:
             self.state.durable.verified | {newest_verified},
         )
 
-    def _reclaim(self, wanted_bytes: int, done: Callable[[int], None]) -> bool:
+    def _reclaim(self, wanted_bytes: int, done: Callable[[int | None], None]) -> bool:
         """False where no trainer runs: a selection may be looking at what would go."""
         durable = self.state.durable
         if self.state.phase != "running" or durable.open is None:

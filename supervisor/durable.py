@@ -35,6 +35,7 @@ _FALLOC_FL_KEEP_SIZE: Final = 1
 _FALLOC_FL_PUNCH_HOLE: Final = 2
 
 StrPath = str | os.PathLike[str]
+NO_ROOM: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
 # --- single calls ---------------------------------------------------------------------------------

@@ -202,10 +202,12 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """What a resume may start from; `step` None: nothing. `rejected`: (step, reason, moved to)."""
+    """What a resume may start from; `step` None: nothing. `present`: every checkpoint that was
+    there, whatever was asked for; `rejected`: (step, reason, moved to)."""
 
     now: float
     step: int | None
+    present: tuple[int, ...]
     binary_digest: str = ""
     sha256: str = ""
     attempt: int = 0
@@ -246,6 +248,15 @@ class Verified:
     reason: str = ""
     requests: tuple[str, ...] = ()
     moved_to: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unverified:
+    """The helper could not read a checkpoint back, however often it was asked. That says nothing of
+    the checkpoint."""
+
+    now: float
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +301,7 @@ Event = (
     | Cleared
     | Archived
     | Verified
+    | Unverified
     | Removed
     | Full
     | Broken

@@ -3,8 +3,9 @@
 What may live here: turning effects into requests to the helper and its replies into events. What
 the helper does to files is `checkpoints`; what follows from it is the machine's decision.
 
-Invariant: an errand that no start can do without is tried again before its failure ends this life:
-a helper may be killed for want of memory, and a disk may fail for a moment.
+Invariant: an errand that something waits for is tried again before it is given up: a helper may be
+killed for want of memory, and a disk may fail for a moment. One that no start can do without ends
+this life then; a checkpoint that was not read back waits for the next one.
 """
 
 from __future__ import annotations
@@ -102,19 +103,21 @@ class Housekeeper:
     def verify(self, step: int) -> None:
         def verified(reply: Reply) -> None:
             if reply.ok:
-                self._alarm("verification", "")
                 if step >= self._seen_step:  # not so where the selection was faster
                     self._see(reply.result)
                 self._emit(_verification(reply.result))
-            elif reply.kind == "damaged":
+            else:
                 reason = reply.result["reason"]
                 moved_to = str(reply.result.get("moved_to") or "")
                 self._emit(ev.Verified(time.monotonic(), step, reason, moved_to=moved_to))
-            else:
-                self._alarm("verification", f"step {step}: {reply.error}")
+
+        def gave_up(error: str) -> None:
+            self._alarm("verification", f"step {step}, {TRIES} times: {error}")
+            self._emit(ev.Unverified(time.monotonic(), step))
 
         request = {"step": step, "set_aside": True, "time": time.time()}
-        self._ask(verified, "verify", **request, **self._identity)
+        what = f"step {step}"
+        self._insist(verified, gave_up, "verification", what, "verify", **request, **self._identity)
 
     def retain(
         self,
@@ -125,9 +128,8 @@ class Housekeeper:
         verified_steps: Iterable[int],
     ) -> None:
         def retained(reply: Reply) -> None:
-            self._alarm("retention", "" if reply.ok else reply.error)
-            if reply.ok:
-                self._emit(_removal(reply.result))
+            self._alarm("retention", reply.error)
+            self._tell_removed(reply)
 
         self._ask(
             retained,
@@ -146,15 +148,15 @@ class Housekeeper:
         pins: Iterable[int],
         verified_steps: Iterable[int],
         living: tuple[int, str],
-        done: Callable[[int], None],
+        done: Callable[[int | None], None],
     ) -> None:
-        """Makes room for a checkpoint; `done` gets the bytes that have come free."""
+        """Makes room for a checkpoint; `done` gets the bytes that have come free, or None where it
+        failed. Whether to try again is not decided here: the trainer may have gone meanwhile."""
 
         def reclaimed(reply: Reply) -> None:
-            self._alarm("retention", "" if reply.ok else reply.error)
-            if reply.ok:
-                self._emit(_removal(reply.result))
-            done(reply.result["freed_bytes"] if reply.ok else 0)
+            self._alarm("retention", reply.error)
+            self._tell_removed(reply)
+            done(reply.result["freed_bytes"] if reply.ok else None)
 
         self._ask(
             reclaimed,
@@ -167,6 +169,11 @@ class Housekeeper:
             nonce=living[1],
         )
 
+    def _tell_removed(self, reply: Reply) -> None:
+        """Also where it failed: what has gone by then has gone."""
+        if "removed" in reply.result:
+            self._emit(_removal(reply.result))
+
     def _see(self, checkpoint: Json) -> None:
         self._seen_step = checkpoint["step"]
         self._seen(checkpoint)
@@ -175,18 +182,35 @@ class Housekeeper:
         self._calls[self._verifier.submit({"do": do, **request})] = done
 
     def _demand(self, done: Callable[[Json], None], do: str, **request: Any) -> None:
+        def gave_up(error: str) -> None:
+            raise HelperFailed(f"{do}, {TRIES} times: {error}")
+
+        self._insist(lambda reply: done(reply.result), gave_up, ALARM, do, do, **request)
+
+    def _insist(
+        self,
+        done: Callable[[Reply], None],
+        gave_up: Callable[[str], None],
+        alarm: str,
+        what: str,
+        do: str,
+        **request: Any,
+    ) -> None:
+        """Asks again while the helper fails, but not for ever. A checkpoint that is damaged is no
+        failure of the helper."""
         failures = 0
 
         def answered(reply: Reply) -> None:
             nonlocal failures
-            if reply.ok:
-                self._alarm(ALARM, "")
-                done(reply.result)
+            if reply.ok or reply.kind == "damaged":
+                self._alarm(alarm, "")
+                done(reply)
                 return
             failures += 1
             if failures == TRIES:
-                raise HelperFailed(f"{do}, {TRIES} times: {reply.error}")
-            self._alarm(ALARM, f"{do}: {reply.error}")
+                gave_up(reply.error)
+                return
+            self._alarm(alarm, f"{what}: {reply.error}")
             self._later.append((time.monotonic() + RETRY_SECONDS, ask))
 
         def ask() -> None:
@@ -198,12 +222,13 @@ class Housekeeper:
 def _selection(result: Json) -> ev.Selected:
     now = time.monotonic()
     rejected = tuple((step, reason, str(moved)) for step, reason, moved in result["rejected"])
-    chosen = result["chosen"]
+    present, chosen = tuple(result["present"]), result["chosen"]
     if chosen is None:
-        return ev.Selected(now, None, rejected=rejected)
+        return ev.Selected(now, None, present, rejected=rejected)
     return ev.Selected(
         now,
         chosen["step"],
+        present,
         chosen["binary_digest"] or "",
         chosen["sha256"],
         chosen["attempt"],

@@ -95,6 +95,10 @@ def _merged(turn: Turn, event: ev.Event) -> None:
 
 def _selected(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Selected)
+    turn.set(unread=frozenset())
+    if gone := turn.state.durable.on_disk.difference(event.present):
+        # Removed or moved by a helper or in a life that was killed before it could say so.
+        turn.append(ev.CheckpointsRemoved(sorted(gone)))
     for step, reason, moved_to in event.rejected:
         turn.append(ev.CheckpointQuarantined(step, reason, moved_to))
         turn.append(ev.Alarmed("checkpoint_quarantined", f"step {step}: {reason}"))
@@ -333,6 +337,7 @@ def _ended_already(turn: Turn, event: ev.Event) -> None:
 
 _ANYWHERE: Final[dict[type, Handler]] = {
     ev.Verified: saving.verified,
+    ev.Unverified: saving.unverified,
     ev.Removed: shortage.removed,
     ev.Noticed: saving.noticed,
     ev.Full: shortage.full,

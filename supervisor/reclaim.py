@@ -8,16 +8,20 @@ Invariants:
   everything above them and every pin (a pivot's base, a fork's origin) stay whatever happens.
 - A step that is pinned keeps its files in superseded/ too.
 - Each `.bin` goes before its manifest; the reason of a quarantine is never removed.
+- What has gone is told, also where an error ends the rest.
 """
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from supervisor.checkpoints import BINARY, MANIFEST, clean_temporaries, find, plan_retention
+from supervisor import checkpoints
+from supervisor.checkpoints import BINARY, MANIFEST, REASON, find, plan_retention, temporaries
 from supervisor.contract import (
     CHECKPOINTS,
     QUARANTINE,
@@ -43,6 +47,14 @@ class Reclaimed:
     freed_bytes: int = 0
 
 
+class Unfinished(OSError):
+    """An error has ended a removal; `done` is what had gone by then."""
+
+    def __init__(self, why: str, done: Reclaimed) -> None:
+        super().__init__(why)
+        self.done = done
+
+
 @dataclass(frozen=True, slots=True)
 class _SetAside:
     """The files of one checkpoint in superseded/ or quarantine/, `.bin` first."""
@@ -52,15 +64,33 @@ class _SetAside:
     files: tuple[Path, ...]
 
 
-def retain_superseded(
-    run_directory: Path, keep: int, pins: Collection[int], *, tick: Tick = no_tick
+def retain(
+    run_directory: Path,
+    *,
+    keep_last: int,
+    keep_every: int,
+    keep_superseded: int,
+    pins: Collection[int],
+    verified_steps: Iterable[int],
+    tick: Tick = no_tick,
 ) -> Reclaimed:
-    """Removes what is in superseded/, but for the `keep` that were written last and the pins."""
+    """Removes the checkpoints that no rule keeps, and what is in superseded/ but for the
+    `keep_superseded` that were written last and the pins. Raises Unfinished."""
     done = Reclaimed()
-    loose = [one for one in _set_aside(run_directory / SUPERSEDED) if one.step not in pins]
-    for one in loose[: max(0, len(loose) - keep)]:
-        tick()
-        _remove(run_directory, one.files, done)
+    with _told(done):
+        checkpoints.retain(
+            run_directory,
+            keep_last,
+            keep_every,
+            pins,
+            verified_steps,
+            removed=done.steps,
+            tick=tick,
+        )
+        loose = [one for one in _set_aside(run_directory / SUPERSEDED) if one.step not in pins]
+        for one in loose[: max(0, len(loose) - keep_superseded)]:
+            tick()
+            _remove(run_directory, one.files, done)
     return done
 
 
@@ -76,24 +106,30 @@ def reclaim(
 ) -> Reclaimed:
     """Removes what the run can do without, the least needed first, until `wanted_bytes` are free
     that were not: temporaries of the dead, superseded/, the `.bin` of what is in quarantine/, then
-    checkpoints beyond the last two that are proven, those of `keep_every` last of all."""
+    checkpoints beyond the last two that are proven, those of `keep_every` last of all. Raises
+    Unfinished."""
     done = Reclaimed()
-    for name in (CHECKPOINTS, QUARANTINE):
-        directory = run_directory / name
-        sizes = {path.name: _freed_by(path) for path in directory.glob(f"{TEMPORARY_PREFIX}*")}
-        for leftover in clean_temporaries(directory, living):
-            done.names.append(f"{name}/{leftover}")
-            done.freed_bytes += sizes.get(leftover, 0)
-    present = [found.step for found in find(run_directory / CHECKPOINTS)]
-    proven = sorted(set(verified_steps).intersection(present))
-    if len(proven) < PROVEN_LEAST:
-        return done
-    for files in _expendable(run_directory, proven, keep_every, pins):
-        if done.freed_bytes >= wanted_bytes:
-            break
-        tick()
-        _remove(run_directory, files, done)
+    with _told(done):
+        for name in (CHECKPOINTS, QUARANTINE):
+            _remove(run_directory, temporaries(run_directory / name, living), done)
+        present = [found.step for found in find(run_directory / CHECKPOINTS)]
+        proven = sorted(set(verified_steps).intersection(present))
+        if len(proven) < PROVEN_LEAST:
+            return done
+        for files in _expendable(run_directory, proven, keep_every, pins):
+            if done.freed_bytes >= wanted_bytes:
+                break
+            tick()
+            _remove(run_directory, files, done)
     return done
+
+
+@contextmanager
+def _told(done: Reclaimed) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Unfinished(str(error), done) from error
 
 
 def _expendable(
@@ -114,24 +150,25 @@ def _expendable(
 
 def _set_aside(directory: Path) -> list[_SetAside]:
     """What was moved here, in the order in which it was written. Names may have a number behind the
-    step: `step_000100.2.bin`."""
-    found: dict[str, list[Path]] = {}
-    if directory.exists():
-        for path in sorted(directory.iterdir()):
-            step = parse_checkpoint_stem(path.name.partition(".")[0])
-            ours = step is not None and path.suffix in (BINARY, MANIFEST)
-            if ours and not path.name.endswith(".reason.json") and not path.is_symlink():
-                found.setdefault(path.stem, []).append(path)  # .bin sorts before .json
-    out = [
-        _SetAside(
-            parse_checkpoint_stem(stem.partition(".")[0]) or 0,
-            max(path.stat().st_mtime for path in files),
-            tuple(files),
-        )
-        for stem, files in found.items()
-        if all(path.is_file() for path in files)
-    ]
-    return sorted(out, key=lambda one: (one.written_at, one.step))
+    step: `step_000100.2.bin`. What an operator removes meanwhile is passed over."""
+    try:
+        paths = sorted(directory.iterdir())
+    except FileNotFoundError:
+        return []
+    found: dict[str, _SetAside] = {}
+    for path in paths:  # .bin sorts before .json
+        step = parse_checkpoint_stem(path.name.partition(".")[0])
+        if step is None or path.suffix not in (BINARY, MANIFEST) or path.name.endswith(REASON):
+            continue
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
+        if stat.S_ISREG(status.st_mode):
+            before = found.get(path.stem, _SetAside(step, 0.0, ()))
+            written_at = max(before.written_at, status.st_mtime)
+            found[path.stem] = _SetAside(step, written_at, (*before.files, path))
+    return sorted(found.values(), key=lambda one: (one.written_at, one.step))
 
 
 def _remove(run_directory: Path, files: Collection[Path], done: Reclaimed) -> None:
@@ -142,12 +179,12 @@ def _remove(run_directory: Path, files: Collection[Path], done: Reclaimed) -> No
             path.unlink()
         except FileNotFoundError:
             continue  # the operator may have been faster
-        fsync_directory(path.parent)
         done.freed_bytes += size_bytes
-        if path.parent.name != CHECKPOINTS:
+        if path.parent.name != CHECKPOINTS or path.name.startswith(TEMPORARY_PREFIX):
             done.names.append(str(path.relative_to(run_directory)))
         elif path.suffix == BINARY:
             done.steps.append(parse_checkpoint_stem(path.stem) or 0)
+        fsync_directory(path.parent)
 
 
 def _freed_by(path: Path) -> int:

@@ -180,6 +180,8 @@ class CheckpointsSuperseded:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointsRemoved:
+    """They are not in checkpoints/ any more: retention took them, or a selection missed them."""
+
     steps: list[int]
 
 

@@ -62,6 +62,8 @@ def verified(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Verified)
     turn.set(verifying=turn.state.verifying - {event.step})
     if event.problem:
+        if not event.moved_to and event.step not in turn.state.durable.on_disk:
+            return  # it has gone between two tries, by retention say
         turn.append(ev.CheckpointQuarantined(event.step, event.problem, event.moved_to))
         turn.append(ev.Alarmed("checkpoint_quarantined", f"step {event.step}: {event.problem}"))
         return
@@ -73,3 +75,8 @@ def verified(turn: Turn, event: ev.Event) -> None:
         moves.rearm(turn)
     if turn.state.stage != "selecting":  # what to resume from is being looked for among them
         turn.do(ev.Retain(newest_verified=max(turn.state.durable.verified)))
+
+
+def unverified(turn: Turn, event: ev.Event) -> None:
+    assert isinstance(event, ev.Unverified)
+    turn.set(verifying=turn.state.verifying - {event.step}, unread=turn.state.unread | {event.step})

@@ -37,6 +37,7 @@ def full(turn: Turn, event: ev.Event) -> None:
 
 def removed(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Removed)
+    turn.set(unread=turn.state.unread.difference(event.steps))
     if event.steps:
         turn.append(ev.CheckpointsRemoved(list(event.steps)))
     if event.names:

@@ -9,11 +9,11 @@ Invariants:
 - An alarm is raised once, with the figures of that moment, and cleared when there is a tenth more
   room than would raise it.
 - Room is made before anybody is told that there is none, and only while a trainer runs.
+- An attempt to make room that fails is no proof that there is none to make: it is tried again.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ from typing import Final
 
 from supervisor import contract
 from supervisor.checkpoints import find
-from supervisor.durable import size_of
+from supervisor.durable import NO_ROOM, size_of
 from supervisor.rundir import RunDirectory
 from supervisor.worker import Job, Outcome
 
 LOOK_INTERVAL_SECONDS: Final = 5.0
 CLEARED_AT: Final = 1.1
+TRIES: Final = 5
 ALARM: Final = "disk"
-NO_ROOM: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,9 @@ def _room(path: Path) -> Room:
 
 
 class Watch:
-    """`reclaim` gets the bytes that are wanted and a function for the bytes that came free; it
-    answers whether it has begun at all. `full` gets the reason when nothing helps."""
+    """`reclaim` gets the bytes that are wanted and a function for the bytes that came free, None
+    where it failed, perhaps half-way; it answers whether it has begun at all. `full` gets the
+    reason when nothing helps."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Watch:
         *,
         submit: Callable[[Job, Callable[[Outcome], None]], None],
         alarm: Callable[[str, str], None],
-        reclaim: Callable[[int, Callable[[int], None]], bool],
+        reclaim: Callable[[int, Callable[[int | None], None]], bool],
         full: Callable[[str], None],
     ) -> None:
         self._directory = directory
@@ -92,6 +93,7 @@ class Watch:
         self._about = ""
         self._detail = ""
         self._made_room = False  # what could go has gone since there was room last
+        self._failures = 0  # of making room, in a row
         self._refused = ""  # why the disk refused the newest save, until that was dealt with
 
     @property
@@ -137,19 +139,26 @@ class Watch:
             self._make_room(missing or needed)
         else:
             self._made_room = False
+            self._failures = 0
 
     def _make_room(self, wanted_bytes: int) -> None:
-        why, self._refused = self._refused or self._detail, ""
+        refused, self._refused = self._refused, ""
+        why = refused or self._detail
         if self._made_room:
             self._full(why)
             return
 
-        def made(freed_bytes: int) -> None:
+        def made(freed_bytes: int | None) -> None:
             self._busy = False
+            self.hasten()
+            self._failures = self._failures + 1 if freed_bytes is None else 0
+            if 0 < self._failures < TRIES:  # a part may have gone: what is missing is measured anew
+                self._refused = self._refused or refused
+                return
+            self._failures = 0
             self._made_room = True
             self._refused = ""  # refused before there was this room: the next save tells
-            self.hasten()
-            if freed_bytes == 0:
+            if not freed_bytes:
                 self._full(why)
 
         self._busy = True

@@ -352,6 +352,7 @@ class State:
     alone: bool = False  # this life exists for one pivot only; it ends when that is done
     unlinked_until: float | None = None  # a pivot waits so long for a link, then it signals
     verifying: frozenset[int] = frozenset()
+    unread: frozenset[int] = frozenset()  # could not be read back; tried again with the next one
     patience: Patience = field(default_factory=Patience)
     examined_at: float | None = None  # when its silence became suspicious
     ready: bool = False  # this attempt has said hello, or made a step

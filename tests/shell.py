@@ -536,7 +536,7 @@ class Life:
     def _unannounced(self) -> list[int]:
         if self.state.phase not in ("running", "stopping"):
             return []
-        known = self.state.durable.on_disk | self.state.verifying
+        known = self.state.durable.on_disk | self.state.verifying | self.state.unread
         return sorted(step for step in self.world.disk.checkpoints if step not in known)
 
     def _begin_errand(self) -> None:
@@ -559,13 +559,14 @@ class Life:
             case ev.Verify(step):
                 self._helped.append(self._verify(step))
             case ev.Retain(newest):
-                self._helped.append(self._retain(newest))
+                self._helped.extend(self._retain(newest))
         if self._errands:
             self._begin_errand()
         self.wake()
 
     def _select(self, ceiling: int) -> ev.Selected:
         found = self.world.disk.checkpoints
+        present = tuple(sorted(found))
         rejected = []
         chosen = None
         for step in sorted((step for step in found if step <= ceiling), reverse=True):
@@ -574,11 +575,14 @@ class Life:
                 break
             del found[step]
             rejected.append((step, "chunk 0 differs", f"quarantine/{step}"))
+        if rejected and self.world.chance(0.1):  # the helper was killed, and is asked again
+            return self._select(ceiling)
         if chosen is None:
-            return ev.Selected(0.0, None, rejected=tuple(rejected))
+            return ev.Selected(0.0, None, present, rejected=tuple(rejected))
         return ev.Selected(
             0.0,
             chosen.step,
+            present,
             "bd",
             "sha",
             chosen.attempt,
@@ -594,7 +598,9 @@ class Life:
             del found[step]
         return ev.Cleared(0.0, base_step, superseded)
 
-    def _verify(self, step: int) -> ev.Verified:
+    def _verify(self, step: int) -> ev.Verified | ev.Unverified:
+        if self.world.chance(0.1):  # killed, as often as it was asked
+            return ev.Unverified(0.0, step)
         found = self.world.disk.checkpoints.get(step)
         if found is None:
             return ev.Verified(0.0, step, "no such file")
@@ -603,13 +609,17 @@ class Life:
             return ev.Verified(0.0, step, "chunk 0 differs", moved_to=f"quarantine/{step}")
         return ev.Verified(0.0, step, "", "sha", "bd", found.attempt, found.reason, found.requests)
 
-    def _retain(self, newest: int) -> ev.Removed:
+    def _retain(self, newest: int) -> list[ev.Event]:
+        """What is told of it: nothing where the helper is killed, before its end or after."""
         found = self.world.disk.checkpoints
         durable = self.state.durable
         verified = (durable.verified | {newest}).intersection(found)
         proven = [step for step in sorted(found) if step <= max(verified, default=0)]
         wanted = durable.pivot.to_step if durable.pivot is not None else None
         removed = tuple(s for s in proven[:-KEEP_LAST] if s not in durable.pins and s != wanted)
+        killed = self.world.chance(0.1)
+        if killed or self.world.chance(0.1):  # or an error has ended it
+            removed = removed[: self.world.rng.randint(0, len(removed))]
         for step in removed:
             del found[step]
-        return ev.Removed(0.0, removed)
+        return [] if killed else [ev.Removed(0.0, removed)]

@@ -503,19 +503,41 @@ def test_quarantine_respects_whatever_is_left_of_an_earlier_one(run: Path, endin
     assert (run / "quarantine" / f"step_000200{ending}").read_bytes() == b"kept by the operator"
 
 
+def refuse_files(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(checkpoints, "replace_file", refuse)
+
+
 def test_quarantine_writes_the_reason_before_it_moves_anything(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk stops it before the checkpoint has lost a member."""
+    """A broken disk stops it before the checkpoint has lost a member."""
     write(run, 200)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    monkeypatch.setattr(checkpoints, "replace_file", full)
-    with pytest.raises(OSError, match="no space left"):
+    refuse_files(monkeypatch, errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
         quarantine(run, only(run, 200), "for the test", time=TIME)
     assert names(run / "checkpoints") == ["step_000200.bin", "step_000200.json"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_on_a_full_disk_a_damaged_checkpoint_still_makes_way_for_an_older_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A save that a full disk cut is just what makes both come together."""
+    write(run, 100, 200)
+    os.truncate(member(run, 200, ".bin"), 50)
+    refuse_files(monkeypatch, code)
+    selection = select(run, RUN_ID, time=TIME)
+    assert selection.chosen is not None
+    assert selection.chosen.step == 100
+    ((step, reason, moved_to),) = [
+        (one.step, one.reason, one.moved_to) for one in selection.rejected
+    ]
+    assert (step, moved_to) == (200, "quarantine/step_000200.bin")
+    assert "50 bytes" in reason, "it has no file, so the caller must have it"
+    assert names(run / "quarantine") == ["step_000200.bin", "step_000200.json"]
 
 
 def test_fc01_a_short_file_under_the_final_name_is_never_selected(run: Path) -> None:

@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import threading
+import time
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -799,6 +801,49 @@ def test_fc03_a_damaged_newest_checkpoint_costs_one_cadence_and_no_manual_step(r
     assert quarantined["step"] == 20
     assert (run.directory / quarantined["moved_to"]).exists()
     assert run.records("attempt_started")[-1]["resume_step"] == 10
+
+
+def test_a_helper_that_was_killed_while_it_retained_leaves_no_ghosts(run: Run) -> None:
+    """Files go first and their record follows; a kill in between is the same as this."""
+    run.set("training", steps=45)
+    supervisor = run.hold(35)
+    assert run.ask("stop", "s1").outcome == "done"
+    assert run.end(supervisor) == 0
+    assert run.checkpoints() == [10, 20, 30, 35]
+    (run.directory / contract.CHECKPOINTS / "step_000010.bin").unlink()
+    assert run.supervisor("verify", str(run.directory)).returncode == 1
+    run.open_gate()
+    assert run.finish() == 0
+    assert [10] in [record["steps"] for record in run.records("checkpoints_removed")]
+    proven = run.supervisor("verify", str(run.directory))
+    assert proven.returncode == 0, proven.stdout
+
+
+def test_a_helper_that_is_killed_while_it_reads_costs_a_moment(run: Run) -> None:
+    """Of a trainer that knows only signals nobody else tells what it saved."""
+    run.environment["SABOTEUR_MUTE"] = "1"
+    supervisor = run.hold(8)
+    (helper,) = helpers_of(supervisor.pid)
+    os.kill(helper, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(run.ask, "checkpoint", "c1", at="now")
+        wait_until(lambda: run.checkpoints() == [8], "the checkpoint that was asked for")
+        saved_at = time.time()
+        wait_until(lambda: run.file_status()["time"] > saved_at + 2, "two looks around")
+        os.kill(helper, signal.SIGKILL)
+        assert answer.result().result["step"] == 8
+    (alarm,) = [one for one in run.records("alarmed") if one["name"] == "verification"]
+    assert "step 8: the verifier ended by signal 9 during verify" in alarm["detail"]
+    assert run.status()["alarms"] == []
+    run.open_gate()
+    assert run.end(supervisor) == 0
+    assert_exact(run, 30)
+
+
+def helpers_of(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    named = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+    return [child for child, command in named.items() if b"supervisor.verifier" in command]
 
 
 # --- hostile surroundings -------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -262,6 +263,29 @@ def test_a_trainer_that_dies_on_a_full_disk_is_replaced_there(make: Callable[...
     run.open_gate()
     assert run.end(supervisor) == 0
     assert not (run.directory / contract.LOGS / "attempt-0002.log").exists()
+    is_whole(run, attempts=2)
+
+
+def test_a_damaged_checkpoint_on_a_full_disk_makes_way_for_the_one_before_it(
+    make: Callable[..., DiskRun],
+) -> None:
+    run = make(**settings())
+    supervisor = run.hold(25)
+    assert run.ask("stop", "s1").outcome == "done"
+    assert run.end(supervisor) == 0
+    assert run.checkpoints() == [10, 20, 25]
+    os.truncate(run.directory / contract.CHECKPOINTS / "step_000025.bin", 50)
+    run.rule(f"{errno.ENOSPC} quarantine/ write,open")
+    supervisor = run.start()
+    started = run.wait_for_record("attempt_started", attempt=2)
+    assert started["resume_step"] == 20
+    (quarantined,) = run.records("checkpoint_quarantined")
+    assert "50 bytes" in quarantined["reason"], "here, as there is no room for a file"
+    there = sorted(path.name for path in (run.directory / contract.QUARANTINE).iterdir())
+    assert there == ["step_000025.bin", "step_000025.json"]
+    run.heal()
+    run.open_gate()
+    assert run.end(supervisor) == 0
     is_whole(run, attempts=2)
 
 

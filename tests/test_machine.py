@@ -98,7 +98,9 @@ class Case:
         return self.feed(ev.Opened, self.life, holders, wish, request, **more)
 
     def select(self, step: int | None, **more: Any) -> list[ev.Effect]:
-        return self.feed(ev.Selected, step, "bd", "sha", 1, "cadence", **more)
+        there = self.state.durable.on_disk | ({step} if step is not None else set())
+        present = more.pop("present", tuple(sorted(there)))
+        return self.feed(ev.Selected, step, present, "bd", "sha", 1, "cadence", **more)
 
     def clear(self, *superseded: int) -> list[ev.Effect]:
         """Nothing stands above the base any more, if a base was decided on."""
@@ -262,10 +264,11 @@ SAMPLE_EVENTS: Final[dict[type, tuple[Any, ...]]] = {
     ev.Died: (),
     ev.Reaped: (0, None, None, 1, 0, ()),
     ev.Merged: (1,),
-    ev.Selected: (None,),
+    ev.Selected: (None, ()),
     ev.Cleared: (4, ()),
     ev.Archived: (4, "pivot-0001-step_000004"),
     ev.Verified: (4, "", "sha", "bd", 1, "cadence"),
+    ev.Unverified: (4,),
     ev.Removed: ((),),
     ev.Full: ("no room",),
     ev.Broken: ("gap",),
@@ -1644,6 +1647,25 @@ def test_what_was_removed_is_on_record() -> None:
     assert case.feed(ev.Removed, ()) == []
 
 
+def test_what_went_without_a_word_is_missed_by_the_next_selection() -> None:
+    """The helper, or a whole life, was killed between the removal and its record."""
+    committed = [ev.CheckpointCommitted(step, 1, "cadence", [], "bd") for step in (100, 200, 300)]
+    case = Case(*committed, ev.CheckpointVerified(100, "sha")).to_selecting(history=300)
+    case.select(300, present=(300,))
+    assert case.records[0] == ev.CheckpointsRemoved([100, 200])
+    assert case.state.durable.on_disk == {300}
+    assert case.state.durable.verified == {300}
+    assert case.place == ("starting", "clearing")
+    case.feed(ev.Cleared, 300, ())
+    assert not any(isinstance(record, ev.CheckpointsSuperseded) for record in case.records)
+
+
+def test_a_selection_misses_nothing_above_its_ceiling() -> None:
+    case = Case(ev.CheckpointCommitted(100, 1, "cadence", [], "bd")).to_selecting(history=50)
+    case.select(None, present=(100,))
+    assert case.state.durable.on_disk == {100}
+
+
 def test_a_saved_checkpoint_is_verified_once_and_then_retention_may_go_on() -> None:
     case = Case().to_running()
     assert ev.Verify(7) in case.saved(7)
@@ -1668,6 +1690,53 @@ def test_a_checkpoint_that_no_message_told_of_is_verified_and_recorded() -> None
     ]
     assert ev.Reply("c1", "done", "", {"step": 7}) in case.effects
     assert case.deadline() == case.state.patience.looked + LOOK_SECONDS
+
+
+def test_what_could_not_be_read_back_is_tried_again_with_the_next_checkpoint() -> None:
+    case = Case().to_running()
+    case.ask("checkpoint", "c1")
+    assert case.feed(ev.Noticed, 7) == [ev.Verify(7)]
+    assert case.feed(ev.Unverified, 7) == []
+    assert case.state.verifying == frozenset()
+    assert case.saved(8) == [
+        ev.Append(ev.CheckpointCommitted(8, 1, "cadence", [], "bd")),
+        ev.Verify(7),
+        ev.Verify(8),
+    ]
+    case.feed(ev.Verified, 7, "", "sha", "bd", 1, "operator", ("c1",))
+    assert ev.CheckpointCommitted(7, 1, "operator", ["c1"], "bd") in case.records
+    assert ev.Reply("c1", "done", "", {"step": 7}) in case.effects
+    case.feed(ev.Unverified, 8)
+    assert case.saved(9)[-2:] == [ev.Verify(8), ev.Verify(9)], "and so on, once for each"
+
+
+def unread() -> Case:
+    case = Case().to_running()
+    case.saved(7)
+    case.feed(ev.Unverified, 7)
+    return case
+
+
+def test_what_could_not_be_read_back_and_is_gone_is_not_asked_for_again() -> None:
+    case = unread()
+    case.feed(ev.Removed, (7,))
+    assert case.saved(8)[-1:] == [ev.Verify(8)]
+    assert ev.Verify(7) not in case.effects
+    case = unread()
+    case.die(signal=9)
+    case.wait(RULES.delay_seconds)
+    case.to_selecting(history=7).select(None, present=())
+    assert case.state.unread == frozenset()
+
+
+def test_what_went_between_two_tries_to_read_it_back_was_not_damaged() -> None:
+    case = Case().to_running()
+    case.saved(7)
+    case.feed(ev.Removed, (7,))
+    assert case.feed(ev.Verified, 7, "step_000007.bin: no such file") == []
+    case.saved(8)
+    case.feed(ev.Verified, 8, "step_000008.bin: no such file")
+    assert ev.CheckpointQuarantined(8, "step_000008.bin: no such file", "") in case.records
 
 
 @each_place

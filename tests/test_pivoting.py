@@ -259,6 +259,17 @@ def test_a_check_that_is_out_of_date_is_refused() -> None:
     assert case.state.durable.pivot is None
 
 
+def test_no_trainer_is_stopped_for_a_step_whose_files_went_without_a_word() -> None:
+    case = Case(SAVED, NEWER).to_selecting(history=200)
+    case.select(200, present=(200,))
+    case.clear()
+    case.feed(ev.Spawned, PID, 77, "boot")
+    case.hear("hello", step=200, pid=PID)
+    ask(case, to_step=100)
+    assert replies(case) == [("p1", "refused")]
+    assert case.state.phase == "running"
+
+
 @pytest.mark.parametrize("more", [{"parent": 2}, {"parent": 7, "to_step": 100}])
 def test_a_pivot_says_which_epoch_it_follows_and_it_is_that_one(more: Json) -> None:
     """Its settings were made from those of that epoch."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from checkpoint_kit import NONCE, write_checkpoint
 from supervisor import checkpoints
 from supervisor.contract import temporary_name
 from supervisor.readback import Found
-from supervisor.reclaim import Reclaimed, reclaim, retain_superseded
+from supervisor.reclaim import Reclaimed, Unfinished, reclaim, retain
 
 EVERYTHING = 2**60
 PARAMETERS = 1000  # three blocks of 4096 bytes
@@ -38,6 +40,13 @@ def run(tmp_path: Path) -> Path:
 def take(run: Path, wanted_bytes: int = EVERYTHING, **more: Any) -> Reclaimed:
     given = {"keep_every": 0, "pins": (), "verified_steps": range(100, 600, 100), **more}
     return reclaim(run, wanted_bytes, living=(2, NONCE), **given)
+
+
+def keep_superseded(run: Path, keep: int, pins: Collection[int]) -> Reclaimed:
+    """Retention without a checkpoint that is proven: nothing goes from checkpoints/."""
+    return retain(
+        run, keep_last=2, keep_every=0, keep_superseded=keep, pins=pins, verified_steps=()
+    )
 
 
 def there(run: Path, name: str) -> list[str]:
@@ -119,10 +128,10 @@ def test_of_what_was_left_behind_the_newest_stay(run: Path) -> None:
     write_checkpoint(run / "checkpoints", 600, PARAMETERS, seed=1)
     checkpoints.supersede(run, 500)
     assert there(run, "superseded")[:2] == ["step_000600.2.bin", "step_000600.2.json"]
-    assert retain_superseded(run, 3, ()) == Reclaimed()
-    done = retain_superseded(run, 2, ())
+    assert keep_superseded(run, 3, ()) == Reclaimed()
+    done = keep_superseded(run, 2, ())
     assert done.names == ["superseded/step_000600.bin", "superseded/step_000600.json"]
-    assert retain_superseded(run, 0, (600,)).names == [
+    assert keep_superseded(run, 0, (600,)).names == [
         "superseded/step_000700.bin",
         "superseded/step_000700.json",
     ]
@@ -136,7 +145,7 @@ def test_what_is_not_ours_is_not_touched(run: Path) -> None:
     (left / "step_000650.bin").mkdir()
     (left / "step_000660.bin").symlink_to(run / "checkpoints/step_000500.bin")
     take(run)
-    retain_superseded(run, 0, ())
+    keep_superseded(run, 0, ())
     expected = ["notes.txt", "step_000650.bin", "step_000660.bin", "step_1.bin"]
     assert there(run, "superseded") == expected
     assert steps(run) == [400, 500]
@@ -144,7 +153,7 @@ def test_what_is_not_ours_is_not_touched(run: Path) -> None:
 
 def test_a_run_without_these_directories_has_nothing_to_give(tmp_path: Path) -> None:
     assert take(tmp_path) == Reclaimed()
-    assert retain_superseded(tmp_path, 0, ()) == Reclaimed()
+    assert keep_superseded(tmp_path, 0, ()) == Reclaimed()
 
 
 def test_what_the_living_trainer_removes_meanwhile_takes_no_room_and_breaks_nothing(
@@ -158,3 +167,75 @@ def test_what_the_living_trainer_removes_meanwhile_takes_no_room_and_breaks_noth
     assert done.names == [f"checkpoints/{temporary_name(1, NONCE, 'step_000900.bin')}"]
     assert done.freed_bytes == 4096
     assert vanishing.is_symlink(), "the living one's"
+
+
+# --- what comes in between ------------------------------------------------------------------------
+
+
+def retain_all(run: Path) -> Reclaimed:
+    return retain(run, keep_last=2, keep_every=0, keep_superseded=0, pins=(), verified_steps=[500])
+
+
+@pytest.mark.parametrize("name", ["superseded/step_000600.bin", "superseded"])
+def test_what_an_operator_empties_meanwhile_is_passed_over(
+    run: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Listed, and gone when it is looked at."""
+
+    def hide(call: str) -> None:
+        real = getattr(Path, call)
+
+        def vanished(path: Path, *more: Any, **options: Any) -> Any:
+            if path == run / name:
+                raise FileNotFoundError(str(path))
+            return real(path, *more, **options)
+
+        monkeypatch.setattr(Path, call, vanished)
+
+    for call in ("stat", "lstat", "iterdir"):
+        hide(call)
+    done = retain_all(run)
+    assert done.steps == [100, 200, 300]
+    assert name not in done.names
+
+
+@pytest.mark.parametrize(
+    ("refused", "removed", "names"),
+    [
+        ("step_000200.bin", [100], []),
+        ("step_000700.bin", [100, 200, 300], ["step_000600.bin", "step_000600.json"]),
+    ],
+)
+def test_what_has_gone_is_told_though_an_error_ends_the_rest(
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: str,
+    removed: list[int],
+    names: list[str],
+) -> None:
+    refuse_to_remove(monkeypatch, refused)
+    with pytest.raises(Unfinished, match=f"Errno 30.*{refused}") as raised:
+        retain_all(run)
+    assert raised.value.done.steps == removed
+    assert raised.value.done.names == [f"superseded/{name}" for name in names]
+
+
+def test_what_has_gone_to_make_room_is_told_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_to_remove(monkeypatch, "step_000200.bin")
+    with pytest.raises(Unfinished) as raised:
+        take(run)
+    done = raised.value.done
+    assert done.steps == [100]
+    assert done.names[0] == DEAD
+    assert len(done.names) == 6
+
+
+def refuse_to_remove(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    real = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.name == name:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        real(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)

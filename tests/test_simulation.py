@@ -37,7 +37,11 @@ UNREACHED: Final[dict[Cell, str]] = {
     ("failed", "Noticed"): "what ended by itself is not looked at any more, and what was killed has"
     " been looked at since; it takes a machine that pauses at the wrong moment",
     ("finished", "Noticed"): "what was noticed is decided on before the selection is asked for",
-    ("finished", "Verified"): "the helper works in order: it has verified before it selects",
+    **{
+        ("finished", event): "the helper works in order: it has verified before it selects; only"
+        " what it is asked again, which no world has, comes later"
+        for event in ("Verified", "Unverified")
+    },
     **{
         (phase, "Recorded"): "only what does not end with its trainer goes on to write receipts,"
         " and that is stuck"
@@ -86,6 +90,8 @@ class Checks:
         self.cells[before.phase, type(event).__name__] += 1
         if isinstance(event, ev.Asked):
             self.requests[before.phase, before.stage, event.verb] += 1
+        if isinstance(event, ev.Selected):
+            assert after.durable.on_disk <= set(self._world.disk.checkpoints), "a ghost"
         self._time_goes_on(event.now)
         records = [effect.record for effect in effects if isinstance(effect, ev.Append)]
         durable = before.durable

@@ -12,7 +12,7 @@ import pytest
 from checkpoint_kit import write_checkpoint
 
 from supervisor.rundir import RunDirectory
-from supervisor.space import LOOK_INTERVAL_SECONDS, Measured, Room, Watch, measure
+from supervisor.space import LOOK_INTERVAL_SECONDS, TRIES, Measured, Room, Watch, measure
 from supervisor.worker import Job, Outcome
 
 NEEDED = 1000
@@ -28,7 +28,7 @@ class Desk:
         self.wanted: list[int] = []
         self.fulls: list[str] = []
         self.running = True
-        self.freed_bytes: int | None = 0
+        self.freed_bytes: int | str = 0  # or "failed", or "under way"
         self.now = 0.0
         self.watch = Watch(
             RunDirectory(tmp_path, "run"),
@@ -45,13 +45,13 @@ class Desk:
             self.words.append(detail)
         self.alarm = detail
 
-    def _reclaim(self, wanted_bytes: int, done: Callable[[int], None]) -> bool:
+    def _reclaim(self, wanted_bytes: int, done: Callable[[int | None], None]) -> bool:
         if not self.running:
             return False
         self.wanted.append(wanted_bytes)
         self._done = done
-        if self.freed_bytes is not None:
-            done(self.freed_bytes)
+        if self.freed_bytes != "under way":
+            done(None if isinstance(self.freed_bytes, str) else self.freed_bytes)
         return True
 
     def look(self, free_bytes: int, checkpoint_bytes: int = NEEDED, history: int = 10**9) -> None:
@@ -165,8 +165,44 @@ def test_nothing_is_removed_while_no_trainer_runs(desk: Desk) -> None:
     assert desk.wanted == [100]
 
 
+def test_an_attempt_to_make_room_that_fails_is_no_lack_of_room(desk: Desk) -> None:
+    """A helper that was killed has not said that nothing can go."""
+    desk.freed_bytes = "failed"
+    desk.look(900)
+    desk.look(950)
+    assert (desk.wanted, desk.fulls) == ([100, 50], []), "what is missing is measured anew"
+    desk.freed_bytes = 50
+    desk.look(950)
+    assert (desk.wanted, desk.fulls) == ([100, 50, 50], [])
+    desk.look(NEEDED + 100)
+    assert desk.alarm == ""
+
+
+def test_one_that_fails_again_and_again_is(desk: Desk) -> None:
+    desk.freed_bytes = "failed"
+    for _ in range(TRIES - 1):
+        desk.look(900)
+    assert desk.fulls == []
+    desk.look(900)
+    assert desk.fulls == [desk.alarm]
+    assert len(desk.wanted) == TRIES
+    desk.look(NEEDED + 100)
+    desk.look(900)
+    assert len(desk.wanted) == TRIES + 1, "a new shortage, with all its tries"
+    assert len(desk.fulls) == 1
+
+
+def test_a_refusal_is_not_forgotten_because_making_room_failed(desk: Desk) -> None:
+    desk.freed_bytes = "failed"
+    desk.watch.refused(errno.EDQUOT, "no room, says the kernel")
+    desk.look(10**9)
+    desk.freed_bytes = 0
+    desk.look(10**9)
+    assert (desk.wanted, desk.fulls) == ([NEEDED, NEEDED], ["no room, says the kernel"])
+
+
 def test_while_room_is_made_it_does_not_look(desk: Desk) -> None:
-    desk.freed_bytes = None
+    desk.freed_bytes = "under way"
     desk.look(900)
     desk.watch.look(desk.now + 100)
     assert desk.jobs == []
@@ -192,7 +228,7 @@ def test_a_quota_shows_in_no_figure_but_in_a_refusal(desk: Desk, code: int) -> N
 
 def test_what_is_refused_while_room_is_made_says_nothing_about_that_room(desk: Desk) -> None:
     """A trainer that has nothing to train on to tries once a second, however long that takes."""
-    desk.freed_bytes = None
+    desk.freed_bytes = "under way"
     desk.watch.refused(errno.ENOSPC, "no room, says the kernel")
     desk.look(10**9)
     desk.watch.refused(errno.ENOSPC, "no room, says the kernel")

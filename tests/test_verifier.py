@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,11 @@ def test_select_obeys_the_ceiling_and_the_lineage(run: Path) -> None:
 
 
 def test_select_where_nothing_is_valid(run: Path) -> None:
-    assert ask(run, **SELECT)["result"] == {"chosen": None, "rejected": []}
+    assert ask(run, **SELECT)["result"] == {
+        "chosen": None,
+        "rejected": [],
+        "present": (),
+    }
 
 
 def test_a_bare_file_has_no_state_to_tell(run: Path) -> None:
@@ -197,19 +201,24 @@ def test_what_was_left_behind_is_retained_and_reclaimed(run: Path) -> None:
     assert ask(run, **reclaim, verified_steps=[200])["result"]["names"] == []
 
 
-def test_fc21_preflight_answers_with_both_numbers(run: Path) -> None:
-    """Too little disk was noticed only at the first save, after an epoch; the answer before the
-    start names what is needed and what there is.
-
-    mlfoundations/open_lm #154.
-    """
-    available = ask(run, do="preflight", size_bytes=1, count=1)["result"]["available_bytes"]
-    assert available > 1
-    reply = ask(run, do="preflight", size_bytes=2**50, count=2**10)
+@pytest.mark.parametrize(("do", "gone"), [("retain", "removed"), ("reclaim", "names")])
+def test_a_reply_that_something_failed_says_what_had_gone(run: Path, do: str, gone: str) -> None:
+    write(run, 100, 200, 300)
+    left_and_in_the_way(run)
+    fields = {"keep_last": 2, "keep_superseded": 1, "wanted_bytes": 2**40, "keep_every": 0}
+    reply = ask(run, do=do, **fields, pins=[], verified_steps=[100, 200, 300])
     assert (reply["ok"], reply["kind"]) == (False, "os")
-    assert reply["result"]["needed_bytes"] == 2**60
-    assert reply["result"]["available_bytes"] < 2**60
-    assert str(2**60) in reply["error"]
+    assert "Not a directory" in reply["error"]
+    assert reply["result"][gone] == ([100] if do == "retain" else [DEAD])
+
+
+DEAD = f"checkpoints/{temporary_name(1, NONCE, 'step_000500.bin')}"
+
+
+def left_and_in_the_way(run: Path) -> None:
+    """Something that can go, and something that ends what would go after it."""
+    (run / DEAD).write_bytes(b"half")
+    (run / "superseded").write_bytes(b"in the way")
 
 
 def test_an_error_of_the_machine_is_told_as_such(run: Path) -> None:
@@ -770,15 +779,8 @@ def test_an_errand_that_a_start_needs_outlives_its_helper(
 ) -> None:
     """The kernel may choose the helper when memory runs out; the run must not end of it."""
     write(run, 100, 200)
-    helper = house.helper
-    assert helper is not None
-    os.kill(helper, signal.SIGSTOP)  # it does not come to an answer
-    if errand == "select":
-        house.keeper.select(250)
-    else:
-        house.keeper.clear(100)
-    kill(helper)
-    house.keeper.receive()
+    keeper = house.keeper
+    kill_during(house, lambda: keeper.select(250) if errand == "select" else keeper.clear(100))
     ((name, detail),) = house.alarms
     assert name == "helper"
     assert "by signal 9 during" in detail
@@ -791,6 +793,69 @@ def test_an_errand_that_a_start_needs_outlives_its_helper(
         assert isinstance(found, ev.Cleared)
         assert found.superseded == (200,)
     assert house.alarms[-1] == ("helper", "")
+    assert not house.keeper.busy
+
+
+@pytest.mark.parametrize("errand", ["retain", "reclaim"])
+def test_what_an_errand_removed_before_it_failed_is_told(
+    run: Path, house: House, errand: str
+) -> None:
+    write(run, 100, 200, 300)
+    left_and_in_the_way(run)
+    if errand == "retain":
+        house.keeper.retain(2, 0, 0, (), [100, 200, 300])
+    else:
+        house.keeper.reclaim(2**40, 0, (), [100, 200, 300], (2, NONCE), lambda freed: None)
+    found = house.wait_for_event()
+    assert isinstance(found, ev.Removed)
+    assert (found.steps, found.names) == (((100,), ()) if errand == "retain" else ((), (DEAD,)))
+    ((name, detail),) = house.alarms
+    assert name == "retention"
+    assert "Not a directory" in detail
+
+
+def test_a_helper_that_was_killed_has_not_said_that_nothing_can_go(run: Path, house: House) -> None:
+    freed: list[int | None] = []
+    kill_during(house, lambda: house.keeper.reclaim(1, 0, (), [], (1, NONCE), freed.append))
+    assert freed == [None]
+    assert house.alarms[0][0] == "retention"
+    assert house.events == []
+
+
+def kill_during(house: House, errand: Callable[[], None]) -> None:
+    helper = house.helper
+    assert helper is not None
+    os.kill(helper, signal.SIGSTOP)  # it does not come to an answer
+    errand()
+    kill(helper)
+    house.keeper.receive()
+
+
+def test_a_killed_helper_is_asked_again_to_read_a_checkpoint_back(run: Path, house: House) -> None:
+    write(run, 100)
+    kill_during(house, lambda: house.keeper.verify(100))
+    ((name, detail),) = house.alarms
+    assert name == "verification"
+    assert detail.startswith("step 100: the verifier ended by signal 9")
+    found = house.wait_for_event()
+    assert isinstance(found, ev.Verified)
+    assert (found.step, found.problem) == (100, "")
+    assert house.alarms[-1] == ("verification", "")
+    assert not house.keeper.busy
+
+
+def test_what_cannot_be_read_back_is_given_up_with_an_alarm(
+    run: Path, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(house.keeper._verifier, "_command", [sys.executable, "-c", "exit(3)"])
+    kill(house.helper)
+    house.keeper.receive()
+    house.keeper.verify(100)
+    found = house.wait_for_event()
+    assert isinstance(found, ev.Unverified)
+    assert found.step == 100
+    assert len(house.alarms) == housekeeping.TRIES
+    assert house.alarms[-1][1].startswith("step 100, 5 times: the verifier ended with exit status")
     assert not house.keeper.busy
 
 
