@@ -45,6 +45,10 @@ class DeviceError(ValueError):
     """The settings ask for a device or a switch that this machine does not have."""
 
 
+class DeviceAway(RuntimeError):
+    """The device that the run is trained on is not there now. It may be later: try again."""
+
+
 class GeneratorError(ValueError):
     """The saved state of a generator is missing or unreadable: an exact resume is impossible."""
 
@@ -71,6 +75,33 @@ def resolve(name: str) -> torch.device:
             f" cuda:{count - 1})"
         )
     return torch.device("cuda", number)
+
+
+def resolve_again(name: str, trained_on: object, step: int) -> torch.device:
+    """The device meant by `name` for a run whose checkpoint `step` is from the device `trained_on`
+    (None: nobody knows).
+
+    A run stays on the type of device that it began on: on another one it would be another run, and
+    have no state for that one's generator. Raises DeviceAway where there is no CUDA device at all,
+    as before a driver is up; DeviceError where `name` means another type.
+    """
+    if trained_on is None:
+        return resolve(name)
+    kind = str(trained_on).partition(":")[0]
+    if kind == "cuda" and name != "cpu" and not torch.cuda.is_available():
+        raise DeviceAway(
+            f"checkpoint {step} was trained on {trained_on}, but torch {torch.__version__} finds no"
+            f" CUDA device now (trainer.device is {name!r}); nothing is trained elsewhere instead."
+            " Try again once nvidia-smi shows the device; a supervisor does so by itself"
+        )
+    place = resolve(name)
+    if place.type != kind:
+        raise DeviceError(
+            f"checkpoint {step} was trained on {trained_on}, but trainer.device is {name!r}, which"
+            f" means {place} now; a run stays on the type of device that it began on. Start it with"
+            f" --set trainer.device={kind}, or begin another run"
+        )
+    return place
 
 
 def prepare(device: torch.device, *, threads: int, deterministic: bool, tf32: bool = False) -> None:
@@ -225,10 +256,15 @@ def restore_rng(state: Mapping[str, object], device: torch.device) -> None:
 
     Raises GeneratorError when a component that a run on `device` needs is missing or unreadable.
     """
-    cpu = decode_bytes(state.get(CPU_GENERATOR), CPU_GENERATOR)
-    cuda = (
-        decode_bytes(state.get(CUDA_GENERATOR), CUDA_GENERATOR) if device.type == "cuda" else None
-    )
+    for name in (CPU_GENERATOR, *([CUDA_GENERATOR] if device.type == "cuda" else [])):
+        if name not in state:
+            raise GeneratorError(
+                f"rng.{name}: the checkpoint has no state of this generator, so a run on {device}"
+                " cannot go on from it exactly. Set trainer.device to what wrote it, or go on from"
+                " an earlier checkpoint that has one: supervisor rollback --to-step STEP"
+            )
+    cpu = decode_bytes(state[CPU_GENERATOR], CPU_GENERATOR)
+    cuda = decode_bytes(state[CUDA_GENERATOR], CUDA_GENERATOR) if device.type == "cuda" else None
     with _refused_by_torch(CPU_GENERATOR):
         torch.set_rng_state(cpu)
     if cuda is not None:

@@ -59,6 +59,7 @@ EXIT_CODES: Final[tuple[tuple[type[Exception], ExitCode, str], ...]] = (
     (curriculum.StateError, ExitCode.DATA, "data"),
     (SamplerError, ExitCode.DATA, "data"),
     (device.GeneratorError, ExitCode.DATA, "data"),
+    (device.DeviceAway, ExitCode.AGAIN, "again"),
     (CheckpointNotWritten, ExitCode.CHECKPOINT, "checkpoint"),
     (ReceiptNotWritten, ExitCode.CHECKPOINT, "checkpoint"),
     (NonFinite, ExitCode.NON_FINITE, "non-finite"),
@@ -122,13 +123,13 @@ class Loop:
 
     def _load(self) -> Training | None:
         """The state to go on from; None where a stop was asked for meanwhile."""
-        place = recipe.prepare_device(self.settings)
+        self._published = self._base()
+        place = recipe.prepare_device(self.settings, self._published)
         environment = device.environment(place, Path(__file__).parent)
         settings_digest = contract.digest(contract.canonical(self.settings.tree()))
         self.link.record(
             EnvironmentLine(self.life.attempt, environment | {"settings_digest": settings_digest})
         )
-        self._published = self._base()
         loaded = self._data()
         if loaded is None or self.link.stop_wanted():
             return None
