@@ -19,6 +19,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,8 +34,17 @@ PRECISIONS: Final = ("float32", "bfloat16")
 _CUBLAS_VARIABLE: Final = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_DETERMINISTIC: Final = (":4096:8", ":16:8")
 
-_VARIABLE_PREFIXES: Final = ("ATEN_", "MKL_", "OMP_", "CUBLAS_")
-_PACKAGES: Final = ("torch", "orjson", "pyzmq")
+# Variables by which the libraries under torch choose kernels, threads or precision. Of TORCH_ and
+# NVIDIA_ only some do: the others say where caches lie, what a container may see, how processes
+# talk. What is only logged or shown changes no bit and is left out everywhere.
+_VARIABLE_PREFIXES: Final = (
+    *("ATEN_", "MKL_", "OMP_", "ONEDNN_", "DNNL_", "CUBLAS_", "CUBLASLT_", "CUDNN_"),
+    *("TORCH_ALLOW_TF32_", "TORCH_BLAS_", "TORCH_CUDNN_", "TORCH_LINALG_", "TORCH_LINEAR_"),
+    *("TORCH_MKLDNN_", "NVIDIA_TF32_"),
+)
+_SHOWS_ONLY: Final = re.compile(r"_(LOG|VERBOSE|DISPLAY|JIT_DUMP|JIT_PROFILE)")
+_PACKAGES: Final = ("torch", "orjson", "pyzmq", "tokenizers")  # the last one may be missing
+_DRIVER: Final = Path("/sys/module/nvidia/version")
 _GIT_SECONDS: Final = 5.0
 
 CPU_GENERATOR: Final = "torch_cpu"
@@ -165,6 +175,8 @@ def environment(device: torch.device, directory: Path) -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: _package_version(name) for name in _PACKAGES},
         "cuda": torch.version.cuda,
+        "cudnn": _cudnn_version() if device.type == "cuda" else None,
+        "driver": _driver_version() if device.type == "cuda" else None,
         "device": str(device),
         "device_name": _device_name(device),
         "cpu": _cpu_model(),
@@ -179,7 +191,7 @@ def environment(device: torch.device, directory: Path) -> dict[str, Any]:
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(_VARIABLE_PREFIXES)
+            if name.startswith(_VARIABLE_PREFIXES) and not _SHOWS_ONLY.search(name)
         },
         "git": _git(directory),
     }
@@ -189,6 +201,19 @@ def _package_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cudnn_version() -> int | None:
+    version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return version
+
+
+def _driver_version() -> str | None:
+    """Of the kernel's module; None where the kernel does not show it, as to some containers."""
+    try:
+        return _DRIVER.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
         return None
 
 
