@@ -525,6 +525,33 @@ def test_a_checkpoint_that_cannot_be_written_is_left_out_and_the_next_one_is_mad
     assert list(lived.loop.directory.glob(".tmp-*")) == []
 
 
+@pytest.mark.parametrize(("asked", "reason"), [(None, "cadence"), (kit.usr1, "sigusr1")])
+def test_a_save_that_the_disk_refused_is_made_up_for_before_the_next_cadence(
+    homes: Callable[[], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    asked: Callable[[], None] | None,
+    reason: str,
+) -> None:
+    """The run exposed a whole cadence to the next death, and a SIGUSR1 was forgotten. The weights
+    are those of a run that met no full disk."""
+    monkeypatch.setattr(link_module, "SAVE_AGAIN_SECONDS", 0.0)
+    whole = kit.live(kit.settings_of(homes()))
+    disk: list[FullDisk] = []
+
+    def fill() -> None:
+        disk.append(FullDisk(monkeypatch, 10**6, lambda: None))
+        if asked is not None:
+            asked()
+
+    lived = kit.live(
+        kit.settings_of(homes()),
+        script={3 if asked else 4: fill, 6: lambda: disk[0].free()},
+    )
+    assert checkpoints_of(lived) == [6, 8, 12]
+    assert manifest_of(lived, 6).reason == reason
+    assert manifest_of(lived, 12).binary_digest == manifest_of(whole, 12).binary_digest
+
+
 def test_the_last_checkpoint_waits_for_room(
     homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,8 +13,9 @@ Invariants:
 - An audit or an evaluation changes no bit of the state but the note that it was done, and an
   evaluation of the cadence what the bandit knows. That of a last step off the cadence tells it
   nothing: a run that is made longer goes on as if it had always been so long.
-- A checkpoint that the disk refuses is no end: the older ones stand, the loop trains on and the
-  next boundary tries again. Where there is nothing to train on to, it waits for room.
+- A checkpoint that the disk refuses is no end: the older ones stand, the loop trains on and tries
+  again at a later boundary, of the cadence or not (see `Link.save`). Where there is nothing to
+  train on to, it waits for room.
 - An audit that is due comes before the checkpoint of its step; somebody who wants the trainer to
   stop does not wait for it.
 """
