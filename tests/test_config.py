@@ -221,6 +221,7 @@ def test_an_unknown_key_of_an_arm_is_found(file: Path) -> None:
         ("[policy]\narms = [5]", "policy.arms[0]", "a table"),
         ("[trainer]\nthreads = 0", "trainer.threads", 'an integer of at least 1 or "auto"'),
         ("[trainer]\nthreads = true", "trainer.threads", 'an integer of at least 1 or "auto"'),
+        ("[samples]\ntemperature = 1e-40", "samples.temperature", "a number of at least 0.001"),
         ("[trainer]\ndevice = 'gpu'", "trainer.device", '"auto", "cpu" or "cuda:N"'),
         ("[trainer]\ncommand = 'engine --fast'", "trainer.command", "a list of at least one text"),
         ("[trainer]\ncommand = ['a', 5]", "trainer.command[1]", "text that is not empty"),

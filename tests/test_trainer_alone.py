@@ -582,6 +582,7 @@ sys.exit(code)
     tokens = sum(len(text) + 2 for text in kit.CODE)
     assert 0 < code["tokens"] < tokens
     assert code["windows"] >= code["documents"]
+    assert found["parameters"] == (2 * 257 + 16) * 16 + 12 * 16**2
     assert found["policy_digest"] == config.policy_digest(config.load(path))
     assert len(code["corpus_digest"]) == len(found["tokenizer"]["digest"]) == 64
 
@@ -595,6 +596,25 @@ def test_check_says_what_is_wrong_with_the_data(tmp_path: Path) -> None:
     assert "arm prose" in told
     assert "prose.jsonl:13" in told
     assert kit.command("check", "--config", str(tmp_path / "nothing.toml"))[0] == 78
+
+
+def test_a_model_that_the_tokenizer_makes_too_large_is_a_wrong_configuration(
+    tmp_path: Path,
+) -> None:
+    """It passed the check of a policy and ended as a crash, which is tried again."""
+    (tmp_path / "segments.json").write_bytes(orjson.dumps([f"word{n}" for n in range(40)]))
+    width = 13_000
+    sizes = {"width": width, "heads": 1, "layers": 1, "context": 8_677}
+    path = kit.write_config(
+        tmp_path,
+        tokenizer={"kind": "segments", "file": str(tmp_path / "segments.json")},
+        model=sizes,
+    )
+    told = "model.width = 13000: expected a model of at most 2147483647 parameters; with the 297"
+    for command in (("check", "--config", str(path)), ("--config", str(path))):
+        code, _, error = kit.command(*command)
+        assert code == contract.ExitCode.CONFIGURATION, error
+        assert told in error
 
 
 def test_a_life_never_loads_the_compiler_of_torch(tmp_path: Path) -> None:
