@@ -352,20 +352,6 @@ def test_on_cuda_both_generators_are_saved_and_restored(monkeypatch: pytest.Monk
     assert restored == [([1, 2, 3], cuda)]
 
 
-def test_an_own_generator_round_trips_and_refuses_by_its_name() -> None:
-    generator = torch.Generator().manual_seed(9)
-    torch.randn(7, generator=generator)
-    state = devices.generator_state(generator)
-    drawn = torch.randn(50, generator=generator)
-    other = torch.Generator()
-    devices.restore_generator(other, state, "samples")
-    assert torch.equal(torch.randn(50, generator=other), drawn)
-    with pytest.raises(GeneratorError, match=r"rng\.samples: torch refuses this state"):
-        devices.restore_generator(other, state[:100], "samples")
-    with pytest.raises(GeneratorError, match=r"rng\.samples: not base64"):
-        devices.restore_generator(other, state[:-1], "samples")
-
-
 # --- the device of this machine -------------------------------------------------------------------
 
 

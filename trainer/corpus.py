@@ -56,7 +56,7 @@ __all__ = [
     "load_arm",
 ]
 
-IGNORED_TARGET: Final = -100
+IGNORED_TARGET: Final = -100  # of a position that has none, such as padding
 REPETITION_WORDS: Final = 200_000
 
 

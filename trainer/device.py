@@ -297,18 +297,6 @@ def restore_rng(state: Mapping[str, object], device: torch.device) -> None:
             torch.cuda.set_rng_state(cuda, device)
 
 
-def generator_state(generator: torch.Generator) -> str:
-    """The state of an own generator as base64."""
-    return encode_bytes(generator.get_state())
-
-
-def restore_generator(generator: torch.Generator, state: object, name: str) -> None:
-    """Put an own generator back; `name` is for the message. Raises GeneratorError."""
-    decoded = decode_bytes(state, name)
-    with _refused_by_torch(name):
-        generator.set_state(decoded)
-
-
 def encode_bytes(state: torch.Tensor) -> str:
     """A uint8 tensor of shape (n,) as base64."""
     return base64.b64encode(bytes(state.tolist())).decode("ascii")
