@@ -33,6 +33,7 @@ _LOST: Final = re.compile(
     re.IGNORECASE,
 )
 _LINE_CHARACTERS: Final = 300
+_TOLD_CHARACTERS: Final = 1000
 
 Counts = tuple[tuple[str, int], ...]
 
@@ -97,8 +98,16 @@ def _deduced(seen: Evidence, otherwise: str) -> str:
 
 
 def explain(cause: str, event: Reaped, why: str) -> str:
-    """The message of the record: the evidence first, then what we or the trainer said."""
+    """The message of the record: the evidence first, then what we said, or the trainer in its exit
+    record. The last line of its log, which may be the tail of a longer text, is the last resort."""
     line, seen = event.exit_line, event.evidence
-    told = why or event.message or (line.message if line is not None else "")
+    told = why or _on_one_line(line.message if line is not None else "") or event.message
     evidence = {"out-of-memory": seen.out_of_memory, "device-lost": seen.device_lost}.get(cause, "")
     return "; ".join(filter(None, (evidence, "" if told in evidence else told)))
+
+
+def _on_one_line(message: str) -> str:
+    """Harmless on a terminal, and cut at its end: the facts come first."""
+    lines = filter(None, map(str.strip, message.splitlines()))
+    text = "; ".join(lines).replace(":; ", ": ")
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)[:_TOLD_CHARACTERS]

@@ -19,8 +19,8 @@ PIVOT: Final = "policy"  # refused here: `pivot` changes it, on record
 OPERATIONAL: Final = "operational"  # accepted and journalled
 
 # A section that is of one class throughout, or a class for each of its keys. `training.steps` is
-# operational upwards only (see `compare`); `schedule_steps` is not, lest a longer run bend its
-# learning rate.
+# operational upwards only, `trainer.device` within one type of device (see `_class_of_change`);
+# `schedule_steps` is not, lest a longer run bend its learning rate.
 CHANGES: Final[Mapping[str, str | Mapping[str, str]]] = {
     "run": {"name": IDENTITY, "id": IDENTITY, "directory": OPERATIONAL, "shared": OPERATIONAL},
     "model": IDENTITY,
@@ -92,8 +92,7 @@ class Comparison:
 
 
 def compare(recorded: Settings, requested: Settings) -> Comparison:
-    """The differences. A target below the recorded one is a change of identity: the steps between
-    have been promised, perhaps taken."""
+    """The differences, by class."""
     before, after = _flatten(recorded), _flatten(requested)
     for key, unresolved in _RESOLVED.items():
         if after[key] == unresolved:
@@ -102,8 +101,7 @@ def compare(recorded: Settings, requested: Settings) -> Comparison:
     for key in before | after:
         change = Change(key, before.get(key), after.get(key))
         if change.recorded != change.requested:
-            shorter = key == "training.steps" and after[key] < before[key]
-            changes[IDENTITY if shorter else class_of(key)].append(change)
+            changes[_class_of_change(change)].append(change)
     return Comparison(changes[IDENTITY], changes[PIVOT], changes[OPERATIONAL])
 
 
@@ -120,6 +118,19 @@ def class_of(key: str) -> str:
     section, name, *_ = key.split(".")
     change = CHANGES[section]
     return change if isinstance(change, str) else change[name]
+
+
+def _class_of_change(change: Change) -> str:
+    """A target below the recorded one is a change of identity: the steps between have been
+    promised, perhaps taken. "auto" names no type of device, so a run may come from it and go back
+    to it: the trainer holds each run to the type that its checkpoints are from."""
+    if change.key == "training.steps" and change.requested < change.recorded:  # type: ignore[operator]
+        return IDENTITY
+    if change.key == "trainer.device":
+        types = {str(name).partition(":")[0] for name in (change.recorded, change.requested)}
+        if "auto" in types or len(types) == 1:
+            return OPERATIONAL
+    return class_of(change.key)
 
 
 def _flatten(settings: Settings) -> Json:

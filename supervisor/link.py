@@ -42,6 +42,7 @@ STEP_MESSAGE_INTERVAL_SECONDS: Final = 0.05
 PAUSED_INTERVAL_SECONDS: Final = 1.0
 PHASE_INTERVAL_SECONDS: Final = 5.0  # for a supervisor that has come since, and heard nothing
 RETRY_SECONDS: Final = 1.0
+SAVE_AGAIN_SECONDS: Final = 30.0  # so that a disk that stays full does not cost each step a save
 LAST_TRIES: Final = 5
 
 T = TypeVar("T")
@@ -91,7 +92,9 @@ class Link:
         self._explains = False
         self._terms = 0
         self._usr1s = 0
-        self._usr1s_taken = 0
+        self._usr1s_tried = 0  # those that a save has been due for,
+        self._usr1s_served = 0  # and those that one has succeeded for
+        self._unsaved_at: float | None = None  # when the last save failed that is still owed
         self._pid = os.getpid()
         # Through an open descriptor: a long path fits, and a renamed run directory is followed.
         self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -213,15 +216,17 @@ class Link:
     ) -> T | None:
         """Runs `write`, which saves a checkpoint and raises OSError where the disk refuses it.
 
-        None: it did, which is said, `requests` are answered by it, and training goes on; the next
-        boundary tries again. `must`, where there is nothing to train on to (the last step, a stop):
-        it is tried again until it works; who wants to stop by then gets the error.
+        None: it did, which is said, `requests` are answered by it, and training goes on. The save
+        is owed then: a boundary is due every SAVE_AGAIN_SECONDS until one succeeds. `must`, where
+        there is nothing to train on to (the last step, a stop): it is tried again until it works;
+        who wants to stop by then gets the error.
         """
         if must:
             return self._insist(write, step, requests)
         try:
             return write()
         except OSError as error:
+            self._unsaved_at = time.monotonic()
             self._tell_unsaved(error, step, requests)
             return None
 
@@ -274,13 +279,17 @@ class Link:
         return self._exit_now or self._terms > 0 or "now" in self._stop.values()
 
     def due(self, *, cadence: bool, pause_allowed: bool = True) -> Due:
-        """What this boundary owes. `cadence`: it is a multiple of the checkpoint cadence."""
+        """What this boundary owes. `cadence`: it is a multiple of the checkpoint cadence. A save
+        that the disk refused is owed at any boundary, now and then; a pause waits for the cadence.
+        """
         self.poll()
         requests = [i for i, at in self._checkpoints.items() if at == "now" or cadence]
         stops = [i for i, at in self._stop.items() if at == "now" or cadence]
         pause = self._pause if cadence and pause_allowed else None
         term = self._terms > 0
-        usr1 = self._usr1s > self._usr1s_taken
+        failed_at = self._unsaved_at
+        owed = failed_at is not None and time.monotonic() - failed_at >= SAVE_AGAIN_SECONDS
+        usr1 = self._usr1s > (self._usr1s_served if owed else self._usr1s_tried)
         reason: str | None
         if pause is not None:
             reason = "pivot"
@@ -291,10 +300,10 @@ class Link:
         elif usr1:
             reason = "sigusr1"
         else:
-            reason = "cadence" if cadence else None
+            reason = "cadence" if cadence or owed else None
         named = [*requests, *stops, *([pause] if pause else [])]
         if reason is not None:
-            self._usr1s_taken = self._usr1s
+            self._usr1s_tried = self._usr1s
         return Due(reason, tuple(named), bool(stops) or term or self._exit_now, pause)
 
     def poll(self) -> None:
@@ -368,6 +377,8 @@ class Link:
         self, step: int, digest: str, reason: str, requests: tuple[str, ...], seconds: float
     ) -> None:
         """A checkpoint is committed: its requests are served and never served again."""
+        self._unsaved_at = None
+        self._usr1s_served = self._usr1s_tried
         content = {
             "step": step,
             "digest": digest,

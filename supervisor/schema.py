@@ -48,6 +48,8 @@ Positive = Annotated[float, Field(gt=0, description="a number above 0")]
 NonNegative = Annotated[float, Field(ge=0, description="a number of at least 0")]
 Fraction = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
 Rate = Annotated[float, Field(gt=0, le=1, description="a number above 0 and at most 1")]
+# Scores divided by less than this are infinite before it makes a difference which is the highest.
+Temperature = Annotated[float, Field(ge=1e-3, description="a number of at least 0.001")]
 Text = Annotated[str, Field(min_length=1, description="text that is not empty")]
 FilePath = Annotated[Text, AfterValidator(os.path.abspath), Field(description="a path")]
 RunName = Annotated[
@@ -175,7 +177,7 @@ class Samples(_Table):
         Field(strict=False, min_length=1, description="a list of at least one text"),
     ] = ("The ", "In Python, ", "def ")
     tokens: Count = 120
-    temperature: Positive = 0.8
+    temperature: Temperature = 0.8
     keep: Annotated[int, Field(ge=1, le=10_000, description="an integer from 1 to 10000")] = 200
 
 

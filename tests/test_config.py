@@ -221,6 +221,7 @@ def test_an_unknown_key_of_an_arm_is_found(file: Path) -> None:
         ("[policy]\narms = [5]", "policy.arms[0]", "a table"),
         ("[trainer]\nthreads = 0", "trainer.threads", 'an integer of at least 1 or "auto"'),
         ("[trainer]\nthreads = true", "trainer.threads", 'an integer of at least 1 or "auto"'),
+        ("[samples]\ntemperature = 1e-40", "samples.temperature", "a number of at least 0.001"),
         ("[trainer]\ndevice = 'gpu'", "trainer.device", '"auto", "cpu" or "cuda:N"'),
         ("[trainer]\ncommand = 'engine --fast'", "trainer.command", "a list of at least one text"),
         ("[trainer]\ncommand = ['a', 5]", "trainer.command[1]", "text that is not empty"),
@@ -526,7 +527,7 @@ def other_value(value: Any) -> object:
 @pytest.mark.parametrize("key", [key for key in leaf_keys() if key != "policy.arms"])
 def test_every_changed_key_is_found_and_put_in_its_class(file: Path, key: str) -> None:
     """The other value need not be a valid one: what counts is that it is seen, and where."""
-    created = config.resolve(load(file, ARM), "f" * 32)
+    created = config.resolve(load(file, ARM, "trainer.device=cpu"), "f" * 32)
     section, name = key.split(".")
     table = getattr(created, section)
     changed = table.model_copy(update={name: other_value(getattr(table, name))})
@@ -579,6 +580,26 @@ def test_fc40_a_longer_run_keeps_its_schedule(file: Path) -> None:
     assert bent.policy == [("training.schedule_steps", 600, 800)]
     shorter = config.compare(created, load(file, ARM, "training.steps=500"))
     assert shorter.identity == [("training.steps", 600, 500)]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "requested", "identity"),
+    [
+        ("auto", "cpu", False),
+        ("auto", "cuda:1", False),
+        ("cuda", "auto", False),
+        ("cuda:0", "cuda:1", False),
+        ("cpu", "cuda", True),
+        ("cuda:0", "cpu", True),
+    ],
+)
+def test_a_device_of_another_type_makes_another_run_and_a_nearer_word_for_it_does_not(
+    file: Path, recorded: str, requested: str, identity: bool
+) -> None:
+    created = config.resolve(load(file, ARM, f"trainer.device={recorded}"), "f" * 32)
+    found = config.compare(created, load(file, ARM, f"trainer.device={requested}"))
+    change = [("trainer.device", recorded, requested)]
+    assert (found.identity, found.operational) == ((change, []) if identity else ([], change))
 
 
 def test_fc38_two_runs_share_nothing(file: Path) -> None:

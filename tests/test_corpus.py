@@ -607,6 +607,15 @@ def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPa
     assert corpus.cache_directory() == Path("/users/one/.cache/trainer-supervisor")
 
 
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert corpus.cache_directory() is None
+
+
 # --- across processes -----------------------------------------------------------------------------
 
 CHECK = """

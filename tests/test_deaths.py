@@ -35,8 +35,9 @@ DEVICE = ev.Evidence(device_lost="GPU 0: GPU is lost")
 
 
 def reaped(code: int | None, number: int | None, seen: ev.Evidence, **more: str) -> ev.Reaped:
+    words = more.pop("words", "")
     line = ExitLine(**more, step=5, code=code or 0, requests=[]) if "why" in more else None
-    return ev.Reaped(0.0, code, number, line, 5, 0, (), more.get("words", ""), seen)
+    return ev.Reaped(0.0, code, number, line, 5, 0, (), words, seen)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,19 @@ def test_the_message_begins_with_the_evidence() -> None:
     same = reaped(1, None, ev.Evidence(device_lost="CUDA error: ECC"), words="CUDA error: ECC")
     assert causes.explain("device-lost", same, "") == "CUDA error: ECC"
     assert causes.explain("crash", reaped(1, None, MEMORY), "") == ""
+
+
+def test_what_the_trainer_recorded_outranks_the_last_line_of_its_log() -> None:
+    """Of a refusal in several lines only the last one was kept: the advice, without the facts."""
+    refusal = "does not fit:\n  model.width: recorded 16, requested 32\n  arms: \x1b[31m\nPut back"
+    event = reaped(65, None, ev.Evidence(), why="data", message=refusal, words="Put back")
+    told = "does not fit: model.width: recorded 16, requested 32; arms: \ufffd[31m; Put back"
+    assert causes.explain("data", event, "") == told
+    assert causes.explain("data", event, "ours") == "ours"
+    wordless = reaped(65, None, ev.Evidence(), why="data", message="", words="Put back")
+    assert causes.explain("data", wordless, "") == "Put back"
+    endless = reaped(65, None, ev.Evidence(), why="data", message="x" * 5000)
+    assert causes.explain("data", endless, "") == "x" * 1000
 
 
 @pytest.mark.parametrize(

@@ -354,6 +354,55 @@ def test_a_failed_request_may_be_asked_again(linked: Link, server: Server) -> No
         assert server.hear(linked, "unsaved")["requests"] == ["c"]
 
 
+def test_a_save_that_failed_is_owed_at_a_later_boundary_until_one_succeeds(
+    alone: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was tried again with the next cadence only, hours later; a SIGUSR1 was forgotten."""
+    alone.install_signal_handlers()
+    now = [100.0]
+    monkeypatch.setattr("supervisor.link.time.monotonic", lambda: now[0])
+
+    def fail() -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    signal.raise_signal(signal.SIGUSR1)
+    for _ in range(2):
+        assert alone.due(cadence=False).reason == "sigusr1"
+        assert alone.save(fail, 41, (), must=False) is None
+        now[0] += link_module.SAVE_AGAIN_SECONDS - 1
+        assert alone.due(cadence=False).reason is None, "not every step tries"
+        now[0] += 1
+    assert alone.due(cadence=False).reason == "sigusr1"
+    alone.saved(44, "d", "sigusr1", (), 0.5)
+    assert alone.due(cadence=False).reason is None
+    assert alone.due(cadence=True).reason == "cadence"
+    assert alone.save(fail, 50, (), must=False) is None
+    signal.raise_signal(signal.SIGUSR1)
+    assert alone.due(cadence=False).reason == "sigusr1", "who asks anew is not made to wait"
+    assert alone.save(fail, 51, (), must=False) is None
+    now[0] += link_module.SAVE_AGAIN_SECONDS
+    signal.raise_signal(signal.SIGTERM)
+    due = alone.due(cadence=False)
+    assert (due.reason, due.stop) == ("sigterm", True)
+
+
+def test_an_owed_save_is_no_boundary_of_the_cadence(
+    linked: Link, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(link_module, "SAVE_AGAIN_SECONDS", 0.0)
+    assert linked.save(fail, 40, (), must=False) is None
+    server.wire.send_trainer("pause", {"id": "p"})
+    server.hear(linked, "seen")
+    server.wire.send_trainer("checkpoint", {"id": "later", "at": "boundary"})
+    server.hear(linked, "seen")
+    assert linked.due(cadence=False) == link_module.Due("cadence", (), False, None)
+    linked.saved(41, "d", "cadence", (), 0.5)
+    assert linked.due(cadence=False).reason is None
+
+
 def test_a_disk_that_is_full_is_told_of_once_in_the_log(
     alone: Link, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -525,6 +525,33 @@ def test_a_checkpoint_that_cannot_be_written_is_left_out_and_the_next_one_is_mad
     assert list(lived.loop.directory.glob(".tmp-*")) == []
 
 
+@pytest.mark.parametrize(("asked", "reason"), [(None, "cadence"), (kit.usr1, "sigusr1")])
+def test_a_save_that_the_disk_refused_is_made_up_for_before_the_next_cadence(
+    homes: Callable[[], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    asked: Callable[[], None] | None,
+    reason: str,
+) -> None:
+    """The run exposed a whole cadence to the next death, and a SIGUSR1 was forgotten. The weights
+    are those of a run that met no full disk."""
+    monkeypatch.setattr(link_module, "SAVE_AGAIN_SECONDS", 0.0)
+    whole = kit.live(kit.settings_of(homes()))
+    disk: list[FullDisk] = []
+
+    def fill() -> None:
+        disk.append(FullDisk(monkeypatch, 10**6, lambda: None))
+        if asked is not None:
+            asked()
+
+    lived = kit.live(
+        kit.settings_of(homes()),
+        script={3 if asked else 4: fill, 6: lambda: disk[0].free()},
+    )
+    assert checkpoints_of(lived) == [6, 8, 12]
+    assert manifest_of(lived, 6).reason == reason
+    assert manifest_of(lived, 12).binary_digest == manifest_of(whole, 12).binary_digest
+
+
 def test_the_last_checkpoint_waits_for_room(
     homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -888,6 +915,69 @@ def test_what_the_bits_depend_on_is_compared_and_a_difference_is_told(
     told = capsys.readouterr().err
     assert "exactness not claimed: cpu_capability: then 'ABACUS', now '" in told
     assert told.count("not claimed") == 1
+
+
+def a_run_on(home: Path, trained_on: str) -> config.Settings:
+    """A run of device "auto" whose newest checkpoint, 5, says that it was trained there."""
+    ours = kit.settings_of(home, trainer={"device": "auto"})
+    first = kit.live(ours, script={5: kit.term})
+    rewritten(first, 5, lambda state: state["environment"].update(device=trained_on))
+    return ours
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_run_begun_on_cuda_never_goes_on_elsewhere_and_is_tried_again_where_there_is_none(
+    homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A restart before the driver was up trained on the CPU; its checkpoints had no state of the
+    CUDA generator, so that no later resume on the GPU could succeed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ours = a_run_on(homes(), "cuda:0")
+    tree = ours.tree()
+    tree["trainer"]["device"] = name
+    ours = config.parse(tree, "test")
+    told = r"checkpoint 5 was trained on cuda:0.*no CUDA"
+    with pytest.raises(device.DeviceAway, match=told) as caught:
+        kit.live(ours, attempt=2)
+    assert loop.verdict(caught.value) == (contract.ExitCode.AGAIN, "again")
+    assert kit.receipts_of(Path(ours.run.directory), 2) == []
+
+
+@pytest.mark.parametrize(("trained_on", "now"), [("cpu", "cuda:0"), ("cuda:0", "cpu")])
+def test_a_device_of_another_type_is_refused_before_training_with_both(
+    homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, trained_on: str, now: str
+) -> None:
+    ours = a_run_on(homes(), trained_on)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    if now == "cpu":
+        tree = ours.tree()
+        tree["trainer"]["device"] = "cpu"
+        ours = config.parse(tree, "test")
+    told = rf"checkpoint 5 was trained on {trained_on}.* means {now} now.*--set trainer\.device="
+    with pytest.raises(device.DeviceError, match=told) as caught:
+        kit.live(ours, attempt=2)
+    assert loop.verdict(caught.value) == (contract.ExitCode.CONFIGURATION, "configuration")
+    assert kit.receipts_of(Path(ours.run.directory), 2) == []
+
+
+def test_a_run_that_always_was_on_the_cpu_may_be_told_to_stay_there(
+    homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = a_run_on(homes(), "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    tree = ours.tree()
+    tree["trainer"]["device"] = "cpu"
+    assert kit.live(config.parse(tree, "test"), attempt=2).entries[0].step == 6
+
+
+def test_a_checkpoint_that_does_not_say_where_it_was_trained_is_gone_on_from(
+    homes: Callable[[], Path],
+) -> None:
+    ours = kit.settings_of(homes())
+    first = kit.live(ours, script={5: kit.term})
+    rewritten(first, 5, lambda state: state["environment"].clear())
+    assert kit.live(ours, attempt=2).entries[0].step == 6
 
 
 def test_an_unresolved_thread_count_is_refused(homes: Callable[[], Path]) -> None:

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from supervisor import contract
-from trainer.model import NO_TARGET, Decoder, Shape, build, initialise, tensor_table
+from trainer.corpus import IGNORED_TARGET
+from trainer.model import Decoder, Shape, build, initialise, tensor_table
 
 CPU = torch.device("cpu")
 TINY = Shape(vocabulary=11, width=8, heads=2, layers=2, context=6)
@@ -253,7 +254,7 @@ def test_positions_without_target_count_for_nothing() -> None:
     model = build(TINY, CPU, seed=2)
     tokens = tokens_of(TINY, 2, 6)
     targets = tokens.roll(-1, 1)
-    targets[:, 4:] = NO_TARGET
+    targets[:, 4:] = IGNORED_TARGET
     padded, count = model(tokens, targets)
     short, short_count = model(tokens[:, :4], targets[:, :4])
     assert count.item() == short_count.item() == 8
@@ -262,7 +263,7 @@ def test_positions_without_target_count_for_nothing() -> None:
 
 def test_a_batch_without_targets_has_loss_zero_and_count_zero() -> None:
     model = build(TINY, CPU, seed=2)
-    loss, count = model(tokens_of(TINY, 1, 4), torch.full((1, 4), NO_TARGET))
+    loss, count = model(tokens_of(TINY, 1, 4), torch.full((1, 4), IGNORED_TARGET))
     loss.backward()
     assert (loss.item(), count.item()) == (0.0, 0)
     assert model.flat.gradients.count_nonzero() == 0
@@ -273,7 +274,7 @@ def test_micro_batches_of_different_lengths_weigh_by_their_targets() -> None:
     model = build(TINY, CPU, seed=2, dtype=torch.float64)
     tokens = tokens_of(TINY, 2, 6)
     targets = tokens.roll(-1, 1)
-    targets[1, 2:] = NO_TARGET
+    targets[1, 2:] = IGNORED_TARGET
     loss, count = model(tokens, targets)
     (loss / count).backward()
     whole = model.flat.gradients.clone()

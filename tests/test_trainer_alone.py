@@ -28,6 +28,7 @@ from supervisor import config, contract, journal, ledger
 from supervisor.contract import EnvironmentLine
 from supervisor.link import Link
 from trainer import checkpoint, device, optimizer
+from trainer.__main__ import _parser
 
 pytestmark = pytest.mark.usefixtures("run_home")
 
@@ -592,6 +593,54 @@ def test_generate_says_why_there_is_no_text(tmp_path: Path) -> None:
     assert (code, "holds no valid checkpoint" in told) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--temperature", "nan", "'nan' is not 0 or a number of at least 0.001"),
+        ("--temperature", "-1", "'-1' is not 0 or"),
+        ("--temperature", "inf", "'inf' is not 0 or"),
+        ("--temperature", "1e-40", "'1e-40' is not 0 or"),
+        ("--temperature", "warm", "'warm' is not 0 or"),
+        ("--tokens", "0", "'0' is not a whole number from 1 to 1000000"),
+        ("--tokens", "-5", "'-5' is not a whole number from 1"),
+        ("--seed", "-1", "'-1' is not a whole number from 0 to 9223372036854775807"),
+        ("--seed", str(2**64), "is not a whole number from 0"),
+        ("--step", "0", "'0' is not a whole number from 1"),
+        ("--device", "gpu", "'gpu' is not auto, cpu, cuda or cuda:N"),
+    ],
+)
+def test_generate_refuses_what_no_text_can_be_drawn_with(
+    capsys: pytest.CaptureFixture[str], option: str, value: str, told: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _parser().parse_args(["generate", "run", "--prompt", "x", f"{option}={value}"])
+    assert ended.value.code == contract.ExitCode.USAGE
+    error = capsys.readouterr().err
+    assert f"error: argument {option}: " in error
+    assert told in error
+
+
+def test_generate_goes_to_the_cpu_where_the_device_of_the_training_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit.write_config(tmp_path)
+    finished(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    command = ("generate", str(tmp_path / "run"), "--prompt", "The ", "--tokens", "4")
+    code, text, told = kit.command(*command)
+    assert (code, told) == (0, "")
+    directory = tmp_path / "run" / contract.CHECKPOINTS
+    manifest = checkpoint.read_manifest(directory, 12)
+    manifest.state["environment"]["device"] = "cuda:1"
+    (directory / "step_000012.json").write_bytes(manifest.to_bytes())
+    told = "trained on cuda:1, which is not here: this is from the CPU\n"
+    assert kit.command(*command) == (0, text, told)
+    assert kit.command(*command, "--device", "cpu") == (0, text, "")
+    code, _, told = kit.command(*command, "--device", "cuda")
+    assert code == contract.ExitCode.CONFIGURATION
+    assert "finds no CUDA device" in told
+
+
 def test_check_describes_the_data_without_torch(tmp_path: Path) -> None:
     path = kit.write_config(tmp_path)
     program = f"""
@@ -611,6 +660,7 @@ sys.exit(code)
     tokens = sum(len(text) + 2 for text in kit.CODE)
     assert 0 < code["tokens"] < tokens
     assert code["windows"] >= code["documents"]
+    assert found["parameters"] == (2 * 257 + 16) * 16 + 12 * 16**2
     assert found["policy_digest"] == config.policy_digest(config.load(path))
     assert len(code["corpus_digest"]) == len(found["tokenizer"]["digest"]) == 64
 
@@ -624,6 +674,25 @@ def test_check_says_what_is_wrong_with_the_data(tmp_path: Path) -> None:
     assert "arm prose" in told
     assert "prose.jsonl:13" in told
     assert kit.command("check", "--config", str(tmp_path / "nothing.toml"))[0] == 78
+
+
+def test_a_model_that_the_tokenizer_makes_too_large_is_a_wrong_configuration(
+    tmp_path: Path,
+) -> None:
+    """It passed the check of a policy and ended as a crash, which is tried again."""
+    (tmp_path / "segments.json").write_bytes(orjson.dumps([f"word{n}" for n in range(40)]))
+    width = 13_000
+    sizes = {"width": width, "heads": 1, "layers": 1, "context": 8_677}
+    path = kit.write_config(
+        tmp_path,
+        tokenizer={"kind": "segments", "file": str(tmp_path / "segments.json")},
+        model=sizes,
+    )
+    told = "model.width = 13000: expected a model of at most 2147483647 parameters; with the 297"
+    for command in (("check", "--config", str(path)), ("--config", str(path))):
+        code, _, error = kit.command(*command)
+        assert code == contract.ExitCode.CONFIGURATION, error
+        assert told in error
 
 
 def test_a_life_never_loads_the_compiler_of_torch(tmp_path: Path) -> None:

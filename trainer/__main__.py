@@ -20,7 +20,9 @@ import argparse
 import contextlib
 import fcntl
 import io
+import math
 import os
+import re
 import secrets
 import signal
 import sys
@@ -38,6 +40,7 @@ from supervisor.link import Life, Link, life_from_environment
 if TYPE_CHECKING:
     from supervisor.config import Settings
 
+_TEMPERATURE_MIN: Final = 1e-3  # as for samples.temperature
 _DIRECTORIES: Final = (contract.CHECKPOINTS, contract.RECEIPTS, contract.LOGS)
 
 
@@ -74,10 +77,20 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="text from a checkpoint of a run")
     generate.add_argument("run", metavar="RUN", help="a run directory, or its name below runs/")
     generate.add_argument("--prompt", required=True, metavar="TEXT")
-    generate.add_argument("--tokens", type=int, default=120, metavar="N")
-    generate.add_argument("--temperature", type=float, default=0.8, metavar="T")
-    generate.add_argument("--seed", type=int, default=0, metavar="S")
-    generate.add_argument("--step", type=int, metavar="N", help="default: the newest valid one")
+    generate.add_argument("--tokens", type=_whole(1, 1_000_000), default=120, metavar="N")
+    generate.add_argument(
+        "--temperature", type=_temperature, default=0.8, metavar="T", help="0: the likeliest token"
+    )
+    generate.add_argument("--seed", type=_whole(0, 2**63 - 1), default=0, metavar="S")
+    generate.add_argument(
+        "--step", type=_whole(1, contract.INT32_MAX), metavar="N", help="default: the newest valid"
+    )
+    generate.add_argument(
+        "--device",
+        type=_device,
+        metavar="D",
+        help="auto, cpu or cuda:N; default: that of the training if it is here, else the CPU",
+    )
     check = commands.add_parser("check", help="load the data that FILE names; prints JSON")
     check.add_argument("--config", required=True, metavar="FILE", type=Path)
     _add_overrides(check)
@@ -88,6 +101,36 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="overrides one setting"
     )
+
+
+def _whole(lowest: int, highest: int) -> Callable[[str], int]:
+    """For argparse: a whole number within bounds. What it raises is said behind the option."""
+
+    def parsed(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if lowest <= int(text) <= highest:
+                return int(text)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number from {lowest} to {highest}"
+        )
+
+    return parsed
+
+
+def _temperature(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        temperature = float(text)
+        if temperature == 0 or _TEMPERATURE_MIN <= temperature < math.inf:
+            return temperature
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not 0 or a number of at least {_TEMPERATURE_MIN}"
+    )
+
+
+def _device(text: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not auto, cpu, cuda or cuda:N")
 
 
 # --- the two ways to live -------------------------------------------------------------------------
@@ -361,6 +404,7 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
             temperature=arguments.temperature,
             seed=arguments.seed,
             step=arguments.step,
+            where=arguments.device,
         )
     except expected as error:
         print(error, file=sys.stderr)

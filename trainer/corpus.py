@@ -56,7 +56,7 @@ __all__ = [
     "load_arm",
 ]
 
-IGNORED_TARGET: Final = -100
+IGNORED_TARGET: Final = -100  # of a position that has none, such as padding
 REPETITION_WORDS: Final = 200_000
 
 
@@ -293,10 +293,14 @@ def _byte_entropy(documents: Sequence[bytes]) -> float | None:
 _SEAL_BYTES: Final = 65
 
 
-def cache_directory() -> Path:
-    """Where token arrays are kept unless the caller says otherwise: the user's cache."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "trainer-supervisor"
+def cache_directory() -> Path | None:
+    """Where token arrays are kept unless the caller says otherwise: the user's cache. None for a
+    user who has no home, as in a container that runs under a number nobody has given a name."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "trainer-supervisor"
+    except RuntimeError:  # pathlib's word for it
+        return None
 
 
 def _pack(key: contract.Json, facts: contract.Json, arrays: Sequence[array[int]]) -> bytearray:

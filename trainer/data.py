@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from supervisor import config
-from supervisor.contract import Json
+from supervisor.contract import INT32_MAX, Json
 from trainer import corpus, tokenizer
 from trainer.corpus import Arm, DataError
 from trainer.tokenizer import Tokenizer, TokenizerError
@@ -34,9 +34,10 @@ class Data:
 def load(settings: config.Settings, give_up: Callable[[], bool] = lambda: False) -> Data | None:
     """Everything that the policy trains on; None where `give_up` said so between two arms.
 
-    Raises TokenizerError or DataError, which name the setting, the file or the line.
+    Raises ConfigError, TokenizerError or DataError, which name the setting, the file or the line.
     """
     ours = load_tokenizer(settings)
+    _check_size(settings, ours)
     arms: dict[str, Arm] = {}
     for arm in settings.policy.arms:
         if give_up():
@@ -59,11 +60,13 @@ def load_tokenizer(settings: config.Settings) -> Tokenizer:
 
 
 def describe(settings: config.Settings) -> Json:
-    """What `load` finds, as JSON: per arm its documents, windows, tokens and digest."""
+    """What `load` finds, as JSON: per arm its documents, windows, tokens and digest; and how many
+    parameters the model has."""
     data = load(settings)
     assert data is not None, "nobody asked to give up"
     return {
         "tokenizer": {"rule": data.tokenizer.rule, "digest": data.tokenizer.digest},
+        "parameters": config.parameter_count(settings.model, data.tokenizer.vocabulary),
         "policy_digest": config.policy_digest(settings),
         "arms": {
             name: {
@@ -77,6 +80,20 @@ def describe(settings: config.Settings) -> Json:
             for name, arm in data.arms.items()
         },
     }
+
+
+def _check_size(settings: config.Settings, ours: Tokenizer) -> None:
+    """Counts again what the settings alone could only count from below."""
+    count = config.parameter_count(settings.model, ours.vocabulary)
+    if count > INT32_MAX:
+        where = settings.tokenizer.file or "settings"
+        expected = (
+            f"a model of at most {INT32_MAX} parameters; with the {ours.vocabulary} ids of this"
+            f" tokenizer it has {count}"
+        )
+        raise config.ConfigError(
+            [config.Problem(where, "model.width", settings.model.width, expected)]
+        )
 
 
 def _load_arm(arm: config.Arm, ours: Tokenizer, settings: config.Settings) -> Arm:

@@ -19,6 +19,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,8 +34,17 @@ PRECISIONS: Final = ("float32", "bfloat16")
 _CUBLAS_VARIABLE: Final = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_DETERMINISTIC: Final = (":4096:8", ":16:8")
 
-_VARIABLE_PREFIXES: Final = ("ATEN_", "MKL_", "OMP_", "CUBLAS_")
-_PACKAGES: Final = ("torch", "orjson", "pyzmq")
+# Variables by which the libraries under torch choose kernels, threads or precision. Of TORCH_ and
+# NVIDIA_ only some do: the others say where caches lie, what a container may see, how processes
+# talk. What is only logged or shown changes no bit and is left out everywhere.
+_VARIABLE_PREFIXES: Final = (
+    *("ATEN_", "MKL_", "OMP_", "ONEDNN_", "DNNL_", "CUBLAS_", "CUBLASLT_", "CUDNN_"),
+    *("TORCH_ALLOW_TF32_", "TORCH_BLAS_", "TORCH_CUDNN_", "TORCH_LINALG_", "TORCH_LINEAR_"),
+    *("TORCH_MKLDNN_", "NVIDIA_TF32_"),
+)
+_SHOWS_ONLY: Final = re.compile(r"_(LOG|VERBOSE|DISPLAY|JIT_DUMP|JIT_PROFILE)")
+_PACKAGES: Final = ("torch", "orjson", "pyzmq", "tokenizers")  # the last one may be missing
+_DRIVER: Final = Path("/sys/module/nvidia/version")
 _GIT_SECONDS: Final = 5.0
 
 CPU_GENERATOR: Final = "torch_cpu"
@@ -43,6 +53,10 @@ CUDA_GENERATOR: Final = "torch_cuda"
 
 class DeviceError(ValueError):
     """The settings ask for a device or a switch that this machine does not have."""
+
+
+class DeviceAway(RuntimeError):
+    """The device that the run is trained on is not there now. It may be later: try again."""
 
 
 class GeneratorError(ValueError):
@@ -71,6 +85,33 @@ def resolve(name: str) -> torch.device:
             f" cuda:{count - 1})"
         )
     return torch.device("cuda", number)
+
+
+def resolve_again(name: str, trained_on: object, step: int) -> torch.device:
+    """The device meant by `name` for a run whose checkpoint `step` is from the device `trained_on`
+    (None: nobody knows).
+
+    A run stays on the type of device that it began on: on another one it would be another run, and
+    have no state for that one's generator. Raises DeviceAway where there is no CUDA device at all,
+    as before a driver is up; DeviceError where `name` means another type.
+    """
+    if trained_on is None:
+        return resolve(name)
+    kind = str(trained_on).partition(":")[0]
+    if kind == "cuda" and name != "cpu" and not torch.cuda.is_available():
+        raise DeviceAway(
+            f"checkpoint {step} was trained on {trained_on}, but torch {torch.__version__} finds no"
+            f" CUDA device now (trainer.device is {name!r}); nothing is trained elsewhere instead."
+            " Try again once nvidia-smi shows the device; a supervisor does so by itself"
+        )
+    place = resolve(name)
+    if place.type != kind:
+        raise DeviceError(
+            f"checkpoint {step} was trained on {trained_on}, but trainer.device is {name!r}, which"
+            f" means {place} now; a run stays on the type of device that it began on. Start it with"
+            f" --set trainer.device={kind}, or begin another run"
+        )
+    return place
 
 
 def prepare(device: torch.device, *, threads: int, deterministic: bool, tf32: bool = False) -> None:
@@ -134,6 +175,8 @@ def environment(device: torch.device, directory: Path) -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: _package_version(name) for name in _PACKAGES},
         "cuda": torch.version.cuda,
+        "cudnn": _cudnn_version() if device.type == "cuda" else None,
+        "driver": _driver_version() if device.type == "cuda" else None,
         "device": str(device),
         "device_name": _device_name(device),
         "cpu": _cpu_model(),
@@ -148,7 +191,7 @@ def environment(device: torch.device, directory: Path) -> dict[str, Any]:
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(_VARIABLE_PREFIXES)
+            if name.startswith(_VARIABLE_PREFIXES) and not _SHOWS_ONLY.search(name)
         },
         "git": _git(directory),
     }
@@ -158,6 +201,19 @@ def _package_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cudnn_version() -> int | None:
+    version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return version
+
+
+def _driver_version() -> str | None:
+    """Of the kernel's module; None where the kernel does not show it, as to some containers."""
+    try:
+        return _DRIVER.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
         return None
 
 
@@ -225,27 +281,20 @@ def restore_rng(state: Mapping[str, object], device: torch.device) -> None:
 
     Raises GeneratorError when a component that a run on `device` needs is missing or unreadable.
     """
-    cpu = decode_bytes(state.get(CPU_GENERATOR), CPU_GENERATOR)
-    cuda = (
-        decode_bytes(state.get(CUDA_GENERATOR), CUDA_GENERATOR) if device.type == "cuda" else None
-    )
+    for name in (CPU_GENERATOR, *([CUDA_GENERATOR] if device.type == "cuda" else [])):
+        if name not in state:
+            raise GeneratorError(
+                f"rng.{name}: the checkpoint has no state of this generator, so a run on {device}"
+                " cannot go on from it exactly. Set trainer.device to what wrote it, or go on from"
+                " an earlier checkpoint that has one: supervisor rollback --to-step STEP"
+            )
+    cpu = decode_bytes(state[CPU_GENERATOR], CPU_GENERATOR)
+    cuda = decode_bytes(state[CUDA_GENERATOR], CUDA_GENERATOR) if device.type == "cuda" else None
     with _refused_by_torch(CPU_GENERATOR):
         torch.set_rng_state(cpu)
     if cuda is not None:
         with _refused_by_torch(CUDA_GENERATOR):
             torch.cuda.set_rng_state(cuda, device)
-
-
-def generator_state(generator: torch.Generator) -> str:
-    """The state of an own generator as base64."""
-    return encode_bytes(generator.get_state())
-
-
-def restore_generator(generator: torch.Generator, state: object, name: str) -> None:
-    """Put an own generator back; `name` is for the message. Raises GeneratorError."""
-    decoded = decode_bytes(state, name)
-    with _refused_by_torch(name):
-        generator.set_state(decoded)
 
 
 def encode_bytes(state: torch.Tensor) -> str:

@@ -101,16 +101,19 @@ def generate(
     temperature: float,
     seed: int,
     step: int | None = None,
+    where: str | None = None,
 ) -> str:
     """The prompt and what follows it, from the newest valid checkpoint or that of `step`.
 
-    Only reads, so the run may train meanwhile. Raises LookupError where no checkpoint is valid,
-    CheckpointDamaged, or StateMismatch where the tokenizer is another one now.
+    On the device `where`; None is that of the training, and the CPU where it is not there, which
+    is said. Only reads, so the run may train meanwhile. Raises LookupError where no checkpoint is
+    valid, CheckpointDamaged, DeviceError, or StateMismatch where the tokenizer is another one now.
     """
     directory = run_directory / contract.CHECKPOINTS
     manifest = _manifest(directory, step)
     settings = config.parse(manifest.state["configuration"], f"checkpoint {manifest.step}")
-    place = recipe.prepare_device(settings)
+    place = device.resolve(where) if where is not None else _place_of(manifest, settings)
+    recipe.set_switches(settings, place)
     words = data.load_tokenizer(settings)
     recorded = manifest.state["tokenizer"]["digest"]
     if words.digest != recorded:
@@ -131,6 +134,15 @@ def generate(
     )
     assert texts is not None, "nobody asked to give up"
     return prompt + texts[0]
+
+
+def _place_of(manifest: contract.Manifest, settings: config.Settings) -> torch.device:
+    trained_on = str(manifest.state["environment"].get("device", settings.trainer.device))
+    try:
+        return device.resolve(trained_on)
+    except device.DeviceError:
+        print(f"trained on {trained_on}, which is not here: this is from the CPU", file=sys.stderr)
+        return torch.device("cpu")
 
 
 def neutralised(text: str) -> str:

@@ -13,8 +13,9 @@ Invariants:
 - An audit or an evaluation changes no bit of the state but the note that it was done, and an
   evaluation of the cadence what the bandit knows. That of a last step off the cadence tells it
   nothing: a run that is made longer goes on as if it had always been so long.
-- A checkpoint that the disk refuses is no end: the older ones stand, the loop trains on and the
-  next boundary tries again. Where there is nothing to train on to, it waits for room.
+- A checkpoint that the disk refuses is no end: the older ones stand, the loop trains on and tries
+  again at a later boundary, of the cadence or not (see `Link.save`). Where there is nothing to
+  train on to, it waits for room.
 - An audit that is due comes before the checkpoint of its step; somebody who wants the trainer to
   stop does not wait for it.
 """
@@ -59,6 +60,7 @@ EXIT_CODES: Final[tuple[tuple[type[Exception], ExitCode, str], ...]] = (
     (curriculum.StateError, ExitCode.DATA, "data"),
     (SamplerError, ExitCode.DATA, "data"),
     (device.GeneratorError, ExitCode.DATA, "data"),
+    (device.DeviceAway, ExitCode.AGAIN, "again"),
     (CheckpointNotWritten, ExitCode.CHECKPOINT, "checkpoint"),
     (ReceiptNotWritten, ExitCode.CHECKPOINT, "checkpoint"),
     (NonFinite, ExitCode.NON_FINITE, "non-finite"),
@@ -122,13 +124,13 @@ class Loop:
 
     def _load(self) -> Training | None:
         """The state to go on from; None where a stop was asked for meanwhile."""
-        place = recipe.prepare_device(self.settings)
+        self._published = self._base()
+        place = recipe.prepare_device(self.settings, self._published)
         environment = device.environment(place, Path(__file__).parent)
         settings_digest = contract.digest(contract.canonical(self.settings.tree()))
         self.link.record(
             EnvironmentLine(self.life.attempt, environment | {"settings_digest": settings_digest})
         )
-        self._published = self._base()
         loaded = self._data()
         if loaded is None or self.link.stop_wanted():
             return None

@@ -28,10 +28,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from supervisor import contract
+from trainer.corpus import IGNORED_TARGET
 from trainer.flat import Flat
-
-# The target of a position that has none: padding, or the last token of a window.
-NO_TARGET: Final = -100
 
 _INITIAL_DEVIATION: Final = 0.02
 _RESIDUAL_OUTPUTS: Final = (".attention.output", ".mlp.down")
@@ -149,8 +147,10 @@ class Decoder(nn.Module):
         """
         logits = F.linear(self._hidden(tokens), self.output_head).flatten(0, 1)
         # In float32 under autocast too: torch never computes a cross entropy in bfloat16.
-        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
-        return loss, (targets != NO_TARGET).sum()
+        loss = F.cross_entropy(
+            logits, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
+        )
+        return loss, (targets != IGNORED_TARGET).sum()
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the next token, for generation: (B, T, V) for `tokens` (B, T).

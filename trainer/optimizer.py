@@ -78,8 +78,9 @@ class NonFinite(ArithmeticError):
         where = f" in {', '.join(tensors)}" if tensors else ""
         super().__init__(
             f"update {update} refused before it changed anything: loss {loss}, gradient norm"
-            f" {norm}{where}; expected finite values. Resume from the last checkpoint with the"
-            " batch skipped or a lower learning rate"
+            f" {norm}{where}; expected finite values. The same settings come to the same update:"
+            " go back to a checkpoint before it with a lower learning_rate (supervisor rollback"
+            " --to-step STEP --policy FILE, where FILE has it in [training])"
         )
         self.update = update
         self.loss = loss

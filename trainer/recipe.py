@@ -138,17 +138,29 @@ def seed_for(*parts: int | str) -> int:
 # --- building -------------------------------------------------------------------------------------
 
 
-def prepare_device(settings: Settings) -> torch.device:
-    """The device, with every switch set. Before the first tensor. Raises device.DeviceError."""
+def prepare_device(settings: Settings, base: Manifest | None = None) -> torch.device:
+    """The device, with every switch set, to go on from the checkpoint `base` or to begin on.
+
+    Before the first tensor. Raises device.DeviceError, or device.DeviceAway.
+    """
+    name = settings.trainer.device
+    if base is None:
+        place = device.resolve(name)
+    else:
+        place = device.resolve_again(name, base.state["environment"].get("device"), base.step)
+    set_switches(settings, place)
+    return place
+
+
+def set_switches(settings: Settings, place: torch.device) -> None:
+    """Before the first tensor. Raises device.DeviceError."""
     trainer = settings.trainer
-    place = device.resolve(trainer.device)
     threads = trainer.threads
     if not isinstance(threads, int):
         raise device.DeviceError(
             f"trainer.threads is {threads!r}: the settings of a run hold a number, decided once"
         )
     device.prepare(place, threads=threads, deterministic=trainer.deterministic, tf32=trainer.tf32)
-    return place
 
 
 def shape_of(settings: Settings, vocabulary: int) -> model.Shape:
