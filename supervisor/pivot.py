@@ -7,23 +7,16 @@ checked against.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import orjson
-
-from supervisor import config, contract, events as ev
+from supervisor import config, contract, data_check, events as ev
 from supervisor.changes import Change
 from supervisor.config import Settings
 from supervisor.contract import Json
 from supervisor.journal import read
 from supervisor.state import Durable, Epoch, fold
-
-CHECK_SECONDS: Final = 600.0
 
 
 class PolicyRefused(ValueError):
@@ -32,11 +25,13 @@ class PolicyRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A checked pivot: what the request to the daemon says, and what it would change."""
+    """A checked pivot: what the request to the daemon says, and what it would change. `bandit` is
+    how the new policy would begin; None where the data is not ours to look at."""
 
     content: Json
     changes: list[Change]
     settings: Settings
+    bandit: Json | None
 
 
 def durable_of(directory: Path) -> Durable:
@@ -65,8 +60,9 @@ def propose(
     changes = _checked(ruling, settings, policy_file)
     if to_step is None and not changes:
         raise PolicyRefused(f"{policy_file}: changes nothing; the run has this policy already")
+    found = None
     if policy_file is not None and settings.trainer.command is None:
-        _check_data(settings)
+        found = _examined(settings, directory, durable, to_step)
     content: Json = {
         "at": at,
         "epoch": durable.epoch,
@@ -77,7 +73,7 @@ def propose(
         "policy_digest": config.policy_digest(settings),
         "reason": reason,
     }
-    return Proposal(content, changes, settings)
+    return Proposal(content, changes, settings, None if found is None else found.bandit)
 
 
 def epoch_of(durable: Durable, request: str) -> Epoch | None:
@@ -133,18 +129,10 @@ def _checked(ruling: Settings, settings: Settings, policy_file: Path | None) -> 
     return comparison.policy
 
 
-def _check_data(settings: Settings) -> None:
-    """Loads and digests every arm in a process of the trainer's, which knows how."""
-    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
-        file.write(config.dump(settings))
-        file.flush()
-        check = subprocess.run(
-            [sys.executable, "-m", "trainer", "check", "--config", file.name],
-            capture_output=True,
-            timeout=CHECK_SECONDS,
-            check=False,
-        )
-    if check.returncode != 0:
-        text = check.stderr.decode("utf-8", "replace").strip().replace(file.name, "the policy")
-        raise PolicyRefused(text or f"the data check ended with code {check.returncode}")
-    orjson.loads(check.stdout)
+def _examined(
+    settings: Settings, directory: Path, durable: Durable, to_step: int | None
+) -> data_check.Found:
+    try:
+        return data_check.examine(settings, directory, durable.epoch + 1, to_step)
+    except data_check.DataRefused as refusal:
+        raise PolicyRefused(str(refusal)) from refusal

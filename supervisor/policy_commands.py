@@ -7,6 +7,7 @@ words. What is checked first is `pivot`; what the supervisor then does is `pivot
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ def policy_check(policy_file: str, run: str | None, pulls: int, as_json: bool) -
         return complain(str(refusal), ExitCode.USAGE)
     except OSError as error:
         return complain(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
-    rows = simulate(proposal.settings, pulls)
+    rows = simulate(proposal.settings, proposal.bandit, pulls)
     if as_json:
         print_json({"schema_version": 1, "pulls": pulls, "arms": rows})
         return 0
@@ -245,11 +246,18 @@ def policy_check(policy_file: str, run: str | None, pulls: int, as_json: bool) -
     return 0
 
 
-def simulate(settings: Any, pulls: int, buckets: int = 20) -> list[Json]:
-    """The picks that a fresh bandit of this policy makes when every arm's loss falls alike."""
+def simulate(settings: Any, bandit: Json | None, pulls: int, buckets: int = 20) -> list[Json]:
+    """The picks that a fresh bandit of this policy makes when every arm's loss falls alike. Without
+    `bandit`, the one that the data makes, nothing is known of epochs and nothing is limited by
+    them."""
     from supervisor import config, curriculum
 
-    state = curriculum.create(config.curriculum_policy(settings.policy))
+    policy = config.curriculum_policy(settings.policy)
+    if bandit is None:
+        tuning = replace(policy.tuning, maximum_epochs=None)
+        state = curriculum.create(replace(policy, tuning=tuning))
+    else:
+        state = curriculum.from_json(policy, bandit)
     counts = {arm.name: [0] * buckets for arm in settings.policy.arms}
     for number in range(pulls):
         arm, state = curriculum.next_arm(state)

@@ -732,10 +732,17 @@ def test_epochs_of_a_locked_arm_count_from_when_it_opens() -> None:
 
 def test_too_little_text_for_the_run_is_refused_before_it_starts() -> None:
     limited = even(2, 0.0, maximum_epochs=4.0)
-    with pytest.raises(Infeasible, match=r"phase main, 4 epochs in 1000 steps: .* sum to 0\.8,"):
+    with pytest.raises(Infeasible) as refusal:
         curriculum.create(limited, round_pulls={"a": 100, "b": 100}, steps=1000)
+    assert str(refusal.value) == (
+        "policy.maximum_epochs is 4, which leaves room for 800 of the 1000 steps to come (phase"
+        " main; steps left of arm a 400, b 400): raise it, add text to these arms or other arms, or"
+        " train for fewer steps"
+    )
+    fewer = curriculum.create(limited, round_pulls={"a": 100, "b": 100}, steps=800)
+    assert fewer.shares == (0.5, 0.5)
     warm = even(2, 0.0, maximum_epochs=4.0, warmup_steps=10, warmup_arms=("a",))
-    with pytest.raises(Infeasible, match=r"phase warm-up, 4 epochs in 1000 steps"):
+    with pytest.raises(Infeasible, match=r"400 of the 1000 .*phase warm-up; .* a 400\)"):
         curriculum.create(warm, round_pulls={"a": 100, "b": 1e6}, steps=1000)
 
 
@@ -755,7 +762,7 @@ def test_a_longer_run_shares_what_is_left_anew() -> None:
     longer = curriculum.extended(state, sizes, 2000)
     assert longer.shares == pytest.approx((0.025, 0.975))
     assert longer.arms[0].pulls == 50
-    with pytest.raises(Infeasible, match=r"1 epochs in 20000 steps"):
+    with pytest.raises(Infeasible, match=r"room for 4599 of the 20000 steps .* a 50, b 4550\)"):
         curriculum.extended(state, sizes, 20_000)
     free = curriculum.create(even(2))
     assert curriculum.extended(free, {}, 5) == free

@@ -1106,6 +1106,7 @@ def test_text_for_a_terminal_cannot_steer_it(text: str, shown: str) -> None:
 
 def test_every_refusal_has_a_code_and_anything_else_is_a_crash() -> None:
     assert loop.verdict(config.ConfigError([])) == (78, "configuration")
+    assert loop.verdict(curriculum.Infeasible("", "caps", 0.5)) == (78, "configuration")
     assert loop.verdict(corpus.DataError("x")) == (65, "data")
     assert loop.verdict(KeyError("x")) == (1, "error")
     assert loop.verdict(OSError(28, "full")) == (1, "error")

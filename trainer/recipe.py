@@ -27,7 +27,7 @@ from supervisor import config, contract, curriculum
 from supervisor.config import Settings
 from supervisor.contract import Json, Manifest
 from supervisor.link import Life
-from trainer import checkpoint, device, model
+from trainer import checkpoint, device, model, plan
 from trainer.checkpoint import StateMismatch
 from trainer.data import Data
 from trainer.optimizer import AdamW
@@ -176,12 +176,7 @@ def fresh(settings: Settings, data: Data, place: torch.device, environment: Json
         model=decoder,
         optimizer=AdamW(decoder.flat),
         samplers=_samplers(settings, data),
-        curriculum=curriculum.create(
-            config.curriculum_policy(settings.policy),
-            seed=seed_for(seed, "curriculum"),
-            steps=settings.training.steps,
-            **_sources(settings, data),
-        ),
+        curriculum=plan.begun(settings, data, seed_for(seed, "curriculum")),
         targets_seen=0,
         detectors={AUDITED: 0, EVALUATED: 0},
         best_evaluation=None,
@@ -227,7 +222,7 @@ def resumed(
         model=decoder,
         optimizer=AdamW(decoder.flat, updates=manifest.step),
         samplers=samplers,
-        curriculum=_curriculum(settings, data, manifest, pivoted),
+        curriculum=plan.continued(settings, data, manifest, pivoted=pivoted),
         targets_seen=state["targets_seen"],
         detectors=_detectors(manifest),
         best_evaluation=_best_evaluation(manifest),
@@ -238,40 +233,12 @@ def resumed(
     return training
 
 
-def _sources(settings: Settings, data: Data) -> dict[str, dict[str, Any]]:
-    """What the curriculum needs to know of the arms, by name; see `curriculum.create`."""
-    return {
-        "repetition": {name: arm.repetition for name, arm in data.arms.items()},
-        "fingerprints": {name: arm.digest for name, arm in data.arms.items()},
-        "round_pulls": {
-            name: math.ceil(arm.window_count / settings.training.batch_windows)
-            / settings.training.accumulate
-            for name, arm in data.arms.items()
-        },
-    }
-
-
 def _samplers(settings: Settings, data: Data) -> dict[str, Sampler]:
     training = settings.training
     return {
         name: Sampler(name, arm.window_count, training.batch_windows, training.seed)
         for name, arm in data.arms.items()
     }
-
-
-def _curriculum(
-    settings: Settings, data: Data, manifest: Manifest, pivoted: bool
-) -> curriculum.State:
-    policy = config.curriculum_policy(settings.policy)
-    sources, steps = _sources(settings, data), settings.training.steps - manifest.step
-    if pivoted:
-        left = config.curriculum_policy(_recorded(manifest).policy)
-        old = curriculum.from_json(left, manifest.state["bandit"])
-        return curriculum.pivoted(old, policy, steps=steps, **sources)
-    state = curriculum.from_json(policy, manifest.state["bandit"])
-    if settings.training.steps == _recorded(manifest).training.steps:
-        return state
-    return curriculum.extended(state, sources["round_pulls"], steps)
 
 
 def _detectors(manifest: Manifest) -> dict[str, int]:

@@ -1,0 +1,108 @@
+"""What the data of a policy cannot carry out is refused before anything is recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import tomli_w
+import trainer_kit as kit
+from exactness_kit import TrainedRun
+
+from supervisor import data_check, pivot
+
+# The arms have 15 and 6 pulls a round (see trainer_kit), and a run is 12 steps.
+TOO_FEW, ENOUGH = 0.5, 0.75
+
+
+def policy(home: Path, **keys: Any) -> dict[str, Any]:
+    return {"kind": "static", **kit.tree(home)["policy"], **keys}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedRun]:
+    home = tmp_path_factory.mktemp("trained")
+    first = policy(home, maximum_epochs=ENOUGH)
+    with contextlib.closing(TrainedRun(home, policy=first)) as run:
+        yield run.trained()
+
+
+def policy_file(run: TrainedRun, **keys: Any) -> Path:
+    file = run.home / "policy.toml"
+    file.write_text(tomli_w.dumps({"policy": policy(run.home, **keys)}))
+    return file
+
+
+def test_a_run_that_its_epochs_cannot_fill_is_not_begun(tmp_path: Path) -> None:
+    with contextlib.closing(
+        TrainedRun(tmp_path, policy=policy(tmp_path, maximum_epochs=TOO_FEW))
+    ) as run:
+        assert run.finish() == 2
+        assert "policy.maximum_epochs is 0.5, which leaves room for 10 of the 12" in run.output()
+        assert not run.directory.exists()
+
+
+def test_the_check_of_the_trainer_plans(tmp_path: Path) -> None:
+    path = kit.write_config(tmp_path, policy=policy(tmp_path, maximum_epochs=TOO_FEW))
+    code, _, told = kit.command("check", "--config", str(path))
+    assert code == 78
+    assert "policy.maximum_epochs is 0.5, which leaves room for 10 of the 12" in told
+    assert "Traceback" not in told
+
+
+def test_a_pivot_counts_what_the_base_has_spent(trained: TrainedRun) -> None:
+    """Twelve more steps, after a rollback to step 4, would have been enough without a past."""
+    file, journal = policy_file(trained, maximum_epochs=ENOUGH + 0.01), trained.records()
+    proposal = pivot.propose(trained.directory, file, at="boundary", reason="", to_step=4)
+    assert proposal.bandit is not None
+    spent = {name: arm["source"]["pulls"] for name, arm in proposal.bandit["arms"].items()}
+    assert sum(spent.values()) == 4
+    file = policy_file(trained, maximum_epochs=TOO_FEW)
+    with pytest.raises(pivot.PolicyRefused, match=r"maximum_epochs is 0\.5, which .* 6 of the 8"):
+        pivot.propose(trained.directory, file, at="boundary", reason="", to_step=4)
+    refused = trained.supervisor(
+        *("rollback", str(trained.directory), "--to-step", "4", "--policy", str(file))
+    )
+    assert (refused.returncode, "Traceback" in refused.stderr) == (2, False)
+    assert trained.records() == journal
+
+
+def test_a_policy_with_epochs_can_be_tried(trained: TrainedRun) -> None:
+    file = str(policy_file(trained, maximum_epochs=5.0))
+    place = (file, str(trained.directory), "--pulls", "50", "--json")
+    tried = trained.supervisor("policy", "check", *place)
+    assert tried.returncode == 0, tried.stderr
+    assert sum(row["share"] for row in orjson.loads(tried.stdout)["arms"]) == pytest.approx(1.0)
+
+
+def test_a_longer_run_that_its_epochs_cannot_fill_is_not_recorded(trained: TrainedRun) -> None:
+    before = trained.records()
+    assert trained.finish("--set", "training.steps=400") == 2
+    assert "maximum_epochs is 0.75, which leaves room for 3 of the 388" in trained.output()
+    assert trained.records() == before
+    assert trained.finish("--set", "training.steps=14") == 0
+    assert len(trained.history()) == 14
+
+
+def test_settings_meant_for_another_command_are_not_checked(
+    trained: TrainedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUPERVISOR_POLICY__MAXIMUM_EPOCHS", "0.001")
+    monkeypatch.setenv("PYTHONPATH", str(kit.ROOT))
+    file = policy_file(trained, maximum_epochs=5.0)
+    found = pivot.propose(trained.directory, file, at="boundary", reason="", to_step=None)
+    assert found.bandit is not None
+
+
+def test_data_that_is_not_loaded_in_time_is_a_refusal(
+    trained: TrainedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_check, "CHECK_SECONDS", 0.001)
+    with pytest.raises(pivot.PolicyRefused, match=r"not loaded within 0\.001 s"):
+        pivot.propose(
+            trained.directory, policy_file(trained), at="boundary", reason="", to_step=None
+        )
