@@ -58,11 +58,12 @@ def propose(
     base = _settings_of(parent, ruling)
     text, settings = ("", base) if policy_file is None else _submitted(base, policy_file)
     changes = _checked(ruling, settings, policy_file)
-    if to_step is None and not changes:
-        raise PolicyRefused(f"{policy_file}: changes nothing; the run has this policy already")
     found = None
     if policy_file is not None and settings.trainer.command is None:
         found = _examined(settings, directory, durable, to_step)
+        changes += _other_texts(found)
+    if to_step is None and not changes:
+        raise PolicyRefused(f"{policy_file}: changes nothing; the run has this policy already")
     content: Json = {
         "at": at,
         "epoch": durable.epoch,
@@ -136,3 +137,14 @@ def _examined(
         return data_check.examine(settings, directory, durable.epoch + 1, to_step)
     except data_check.DataRefused as refusal:
         raise PolicyRefused(str(refusal)) from refusal
+
+
+def _other_texts(found: data_check.Found) -> list[Change]:
+    """Arms that stay by name and have other text now: to the run each is a new arm, and the one
+    that had its name has left."""
+    saved = {} if found.base is None else found.base.state["arms"]
+    return [
+        Change(f"policy.arms.{name}.text", saved[name]["corpus_digest"], digest)
+        for name, digest in found.digests.items()
+        if name in saved and saved[name]["corpus_digest"] != digest
+    ]

@@ -88,6 +88,56 @@ def test_a_longer_run_that_its_epochs_cannot_fill_is_not_recorded(trained: Train
     assert len(trained.history()) == 14
 
 
+def add_text(run: TrainedRun) -> None:
+    with (run.home / "prose.jsonl").open("ab") as file:
+        file.write(orjson.dumps({"text": "A page that nobody had read before, of the old ferry."}))
+        file.write(b"\n")
+
+
+@pytest.fixture
+def other_text(tmp_path: Path) -> Iterator[TrainedRun]:
+    """A finished run, one of whose arms has got more text since."""
+    with contextlib.closing(TrainedRun(tmp_path, policy=policy(tmp_path))) as run:
+        run.trained()
+        add_text(run)
+        yield run
+
+
+def test_more_text_for_an_arm_is_taken_on_by_a_pivot(other_text: TrainedRun) -> None:
+    """Under its name it is another arm: fresh cursor, and no restart in between is refused."""
+    run = other_text
+    assert run.finish("--set", "training.steps=20") == 1
+    assert "Put back what the run began with, pivot to other text" in run.output()
+    before = run.manifest(12).state["arms"]
+    # The file says what ruled before: it is the text that is new.
+    dry = run.supervisor("policy", "diff", str(policy_file(run)), str(run.directory))
+    assert f'policy.arms.prose.text: recorded "{before["prose"]["corpus_digest"]}"' in dry.stdout
+    done = run.supervisor("pivot", str(run.directory), "--policy", str(policy_file(run)))
+    assert done.returncode == 0, done.stderr
+    assert run.finish() == 0, run.output()
+    assert [entry.epoch for entry in run.history()] == [1] * 12 + [2] * 8
+    after, bandit = (run.manifest(20).state[name] for name in ("arms", "bandit"))
+    assert after["prose"]["corpus_digest"] != before["prose"]["corpus_digest"]
+    assert after["code"]["corpus_digest"] == before["code"]["corpus_digest"]
+    pulls = {name: arm["pulls"] for name, arm in bandit["arms"].items()}
+    assert after["prose"]["sampler"]["cursor"] == 4 * pulls["prose"]
+    assert pulls["code"] < 6 < after["code"]["sampler"]["round"] * 6 + 1, "it went on"
+    left = [(arm["name"], arm["fingerprint"]) for arm in bandit["retired"]]
+    assert left == [("prose", before["prose"]["corpus_digest"])]
+
+
+def test_a_plain_restart_with_more_text_stays_refused_after_a_pivot(
+    other_text: TrainedRun,
+) -> None:
+    run = other_text
+    done = run.supervisor("pivot", str(run.directory), "--policy", str(policy_file(run)))
+    assert done.returncode == 0, done.stderr
+    assert run.finish("--set", "training.steps=16") == 0, run.output()
+    add_text(run)
+    assert run.finish("--set", "training.steps=20") == 1
+    assert "Put back what the run began with, pivot to other text" in run.output()
+
+
 def test_settings_meant_for_another_command_are_not_checked(
     trained: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,7 +198,8 @@ def resumed(
     """The state that the checkpoint `manifest` in `directory` holds, exactly.
 
     Where it was written under an earlier epoch than `epoch`, a pivot lies between: the policy may
-    differ, the bandit begins anew, and arms that stay keep their cursors. All else runs through.
+    differ, the bandit begins anew, and arms that stay, by name and text, keep their cursors. All
+    else runs through.
 
     Raises StateMismatch and its like (SamplerError, GeneratorError, curriculum.StateError), or
     CheckpointDamaged.
@@ -212,7 +213,7 @@ def resumed(
     decoder.assert_views()
     samplers = _samplers(settings, data)
     for name, sampler in samplers.items():
-        if not pivoted or name in state["arms"]:
+        if not pivoted or _saved_digest(state, name) == data.arms[name].digest:
             sampler.restore(_part(state, "arms", name, "sampler"))
     training = Training(
         settings=settings,
@@ -231,6 +232,11 @@ def resumed(
     check_counts(training, max(epoch, manifest.epoch))
     device.restore_rng(state["rng"], place)
     return training
+
+
+def _saved_digest(state: Json, name: str) -> str | None:
+    """Of the text that the arm had, None where there was none of that name."""
+    return _part(state, "arms", name, "corpus_digest") if name in state["arms"] else None
 
 
 def _samplers(settings: Settings, data: Data) -> dict[str, Sampler]:
@@ -286,7 +292,7 @@ def check_fits(
 ) -> None:
     """Raises StateMismatch, with both values of everything that differs, unless the checkpoint
     was written under these settings and with this tokenizer and data. After a pivot the policy
-    may differ, and arms may have come and gone."""
+    may differ, and arms may have come and gone, or have other text."""
     differences = [
         *_setting_differences(manifest, settings, pivoted),
         *_data_differences(manifest.state, data, pivoted),
@@ -295,7 +301,7 @@ def check_fits(
         listed = "\n  ".join(differences)
         raise StateMismatch(
             f"checkpoint {manifest.step} of attempt {manifest.attempt} does not fit:\n  {listed}\n"
-            "Put back what the run began with, or start another run"
+            "Put back what the run began with, pivot to other text, or start another run"
         )
 
 
@@ -331,6 +337,8 @@ def _data_differences(state: Json, data: Data, pivoted: bool) -> Iterator[str]:
         if name not in state["arms"]:
             continue
         digest, windows = (_part(state, "arms", name, key) for key in ("corpus_digest", "windows"))
+        if pivoted and digest != arm.digest:
+            continue  # other text makes it another arm, and the one of that name has left
         pairs += [
             (f"arm {name}: corpus digest", digest, arm.digest),
             (f"arm {name}: windows", windows, arm.window_count),
