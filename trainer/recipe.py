@@ -52,7 +52,8 @@ class Training:
 
     `detectors` remembers the last step that was audited, and evaluated; `best_evaluation` the
     first of the lowest held-out losses. `lineage` lists the ancestors of the run as (run id, last
-    step).
+    step). `retired`, by arm and digest of its text, is where arms were left that a pivot left: one
+    that comes back goes on from there.
     """
 
     settings: Settings
@@ -62,6 +63,7 @@ class Training:
     model: model.Decoder
     optimizer: AdamW
     samplers: dict[str, Sampler]
+    retired: dict[tuple[str, str], Sampler]
     curriculum: curriculum.State
     targets_seen: int
     detectors: dict[str, int]
@@ -80,7 +82,10 @@ class Training:
             self.best_evaluation = Evaluation(self.step, loss)
 
     def state(self) -> Json:
-        """Every component of contract.STATE_COMPONENTS, as JSON."""
+        """Every component of contract.STATE_COMPONENTS and STATE_LATER, as JSON."""
+        retired: dict[str, Json] = {}
+        for (name, digest), sampler in self.retired.items():
+            retired.setdefault(name, {})[digest] = sampler.state()
         return {
             "configuration": self.settings.tree(),
             "policy_digest": config.policy_digest(self.settings),
@@ -93,6 +98,7 @@ class Training:
                 }
                 for name, arm in self.data.arms.items()
             },
+            "retired": retired,
             "bandit": curriculum.to_json(self.curriculum),
             "rng": device.rng_state(self.place),
             "updates": self.optimizer.updates,
@@ -176,6 +182,7 @@ def fresh(settings: Settings, data: Data, place: torch.device, environment: Json
         model=decoder,
         optimizer=AdamW(decoder.flat),
         samplers=_samplers(settings, data),
+        retired={},
         curriculum=plan.begun(settings, data, seed_for(seed, "curriculum")),
         targets_seen=0,
         detectors={AUDITED: 0, EVALUATED: 0},
@@ -198,8 +205,8 @@ def resumed(
     """The state that the checkpoint `manifest` in `directory` holds, exactly.
 
     Where it was written under an earlier epoch than `epoch`, a pivot lies between: the policy may
-    differ, the bandit begins anew, and arms that stay, by name and text, keep their cursors. All
-    else runs through.
+    differ, the bandit begins anew, and arms that stay or come back, by name and text, keep their
+    cursors. All else runs through.
 
     Raises StateMismatch and its like (SamplerError, GeneratorError, curriculum.StateError), or
     CheckpointDamaged.
@@ -211,10 +218,7 @@ def resumed(
     decoder = model.build(shape, place, seed=None)
     checkpoint.load(directory, manifest, decoder.flat)
     decoder.assert_views()
-    samplers = _samplers(settings, data)
-    for name, sampler in samplers.items():
-        if not pivoted or _saved_digest(state, name) == data.arms[name].digest:
-            sampler.restore(_part(state, "arms", name, "sampler"))
+    samplers, retired = _restored_samplers(settings, data, state)
     training = Training(
         settings=settings,
         data=data,
@@ -223,6 +227,7 @@ def resumed(
         model=decoder,
         optimizer=AdamW(decoder.flat, updates=manifest.step),
         samplers=samplers,
+        retired=retired,
         curriculum=plan.continued(settings, data, manifest, pivoted=pivoted),
         targets_seen=state["targets_seen"],
         detectors=_detectors(manifest),
@@ -234,17 +239,44 @@ def resumed(
     return training
 
 
-def _saved_digest(state: Json, name: str) -> str | None:
-    """Of the text that the arm had, None where there was none of that name."""
-    return _part(state, "arms", name, "corpus_digest") if name in state["arms"] else None
-
-
 def _samplers(settings: Settings, data: Data) -> dict[str, Sampler]:
-    training = settings.training
-    return {
-        name: Sampler(name, arm.window_count, training.batch_windows, training.seed)
-        for name, arm in data.arms.items()
-    }
+    return {name: _sampler(settings, name, arm.window_count) for name, arm in data.arms.items()}
+
+
+def _sampler(settings: Settings, arm: str, windows: int) -> Sampler:
+    return Sampler(arm, windows, settings.training.batch_windows, settings.training.seed)
+
+
+def _restored_samplers(
+    settings: Settings, data: Data, state: Json
+) -> tuple[dict[str, Sampler], dict[tuple[str, str], Sampler]]:
+    """Those of the configured arms, each where its text was left, at the beginning of a text that
+    is new to the run; and those of all others that the run has had."""
+    samplers, retired = _samplers(settings, data), {}
+    for name, digest, saved in _saved_samplers(state):
+        if name in samplers and data.arms[name].digest == digest:
+            samplers[name].restore(saved)
+        else:
+            windows = saved.get("windows") if isinstance(saved, dict) else None
+            if not isinstance(windows, int) or isinstance(windows, bool) or windows < 1:
+                raise StateMismatch(f"retired arm {name}: {windows!r} windows, expected some")
+            retired[name, digest] = _sampler(settings, name, windows)
+            retired[name, digest].restore(saved)
+    return samplers, retired
+
+
+def _saved_samplers(state: Json) -> Iterator[tuple[str, str, Any]]:
+    for name, texts in state.get("retired", {}).items():
+        if not isinstance(texts, dict):
+            raise StateMismatch(f"retired arm {name}: {texts!r}, expected samplers by text")
+        for digest, saved in texts.items():
+            yield name, digest, saved
+    for name in state["arms"]:
+        yield (
+            name,
+            _part(state, "arms", name, "corpus_digest"),
+            _part(state, "arms", name, "sampler"),
+        )
 
 
 def _detectors(manifest: Manifest) -> dict[str, int]:
@@ -370,6 +402,12 @@ def check_counts(training: Training, epoch: int) -> None:
         if count.pulls != count.steps
     ]
     seed = seed_for(training.settings.training.seed, "curriculum")
+    known = {(arm.name, arm.fingerprint) for arm in training.curriculum.retired}
+    differences += [
+        f"retired arm {name} with text {digest}: the bandit knows of none"
+        for name, digest in training.retired
+        if (name, digest) not in known
+    ]
     if training.curriculum.seed != seed:
         differences.append(f"bandit seed: {training.curriculum.seed}, this run has {seed}")
     if differences:
