@@ -215,10 +215,13 @@ def observe(state: State, arm: str, loss: float, targets: int = 1) -> State:
         window_steps=window_steps,
         **_counted(state, steps=1),
     )
+    complete = windowed and window_steps >= state.window_pulls
+    if complete:
+        after = _close_window(after, state.active)
     if after.phase != state.phase:
         return _enter_main(after, state.active)
-    if windowed and window_steps >= state.window_pulls:
-        return decided(_close_window(after))
+    if complete:
+        return decided(after)
     if state.policy.kind == "ucb1" and after.running is None:
         return decided(after)
     return after
@@ -308,8 +311,9 @@ def _trained(policy: Policy, arm: ArmState, loss: float, targets: int) -> ArmSta
     )
 
 
-def _close_window(state: State) -> State:
-    policy, active = state.policy, state.active
+def _close_window(state: State, active: Sequence[int]) -> State:
+    """What the window has shown of the arms that were active in it."""
+    policy = state.policy
     windows = []
     for arm in (state.arms[position] for position in active):
         loss = arm.window_nats / arm.window_targets if arm.window_steps else None

@@ -627,6 +627,25 @@ def test_a_joining_arm_starts_as_the_median_of_the_others() -> None:
     assert [one.joined_step for one in state.arms] == [None, None, 60, 60, 60]
 
 
+@pytest.mark.parametrize("kind", bandit.WINDOWED)
+@pytest.mark.parametrize("windows", [1, 3])
+def test_a_window_that_ends_with_the_warm_up_is_learned_from(kind: str, windows: int) -> None:
+    """It was thrown away as an open one is; after the only one, nothing at all was known."""
+    arms = [arm("a"), arm("b"), arm("x")]
+    fields: dict[str, Any] = {"kind": kind, "warmup_arms": ("a", "b"), "window_pulls": 50}
+    states = [
+        after(curriculum.create(policy(*arms, warmup_steps=steps, **fields)), 50 * windows)
+        for steps in (50 * windows, 50 * windows + 1)
+    ]
+    assert [state.phase for state in states] == [MAIN, WARM_UP]
+    ended, goes_on = ([one.learned for one in state.arms[:2]] for state in states)
+    assert ended == goes_on
+    assert all(one.baseline is not None for one in ended)
+    assert states[0].pool == states[1].pool
+    assert (states[0].window_steps, states[0].arms[2].joined_step) == (0, 50 * windows)
+    assert through_json(states[0]) == states[0]
+
+
 def test_unequal_floors_keep_a_cohort_within_its_ramp() -> None:
     arms = [arm("a"), arm("x", floor=0.25), arm("y", floor=0.01)]
     state = after(curriculum.create(policy(*arms, warmup_steps=9, warmup_arms=("a",))), 9)
