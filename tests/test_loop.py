@@ -17,7 +17,7 @@ import torch
 import trainer_kit as kit
 from hypothesis import given, settings, strategies as st
 
-from supervisor import config, contract, curriculum, link as link_module
+from supervisor import config, contract, curriculum, link as link_module, pivot
 from supervisor.contract import (
     AuditLine,
     Entry,
@@ -811,6 +811,21 @@ def test_a_longer_target_and_another_directory_are_no_part_of_the_state(
     assert (first.why, second.why) == (loop.FINISHED, loop.FINISHED)
     assert [entry.step for entry in second.entries] == [13, 14]
     assert kit.audits_of(second) == [14]
+
+
+def test_audits_and_evaluations_follow_a_pivot_of_the_cadence(
+    homes: Callable[[], Path],
+) -> None:
+    home = homes()
+    first = kit.settings_of(home, training={"steps": 20})
+    kit.live(first, script={8: kit.term})
+    file = home / "often.toml"
+    file.write_text("[checkpoint]\nevery = 3\n")
+    _, often = pivot._submitted(first, file)
+    second = kit.live(often, attempt=2, epoch=2)
+    assert checkpoints_of(second)[-5:] == [9, 12, 15, 18, 20]
+    assert kit.audits_of(second) == [9, 12, 15, 18, 20]
+    assert [line.step for line in kit.evaluations_of(second)] == [9, 12, 15, 18, 20]
 
 
 def test_fc59_changed_content_is_refused_with_both_digests(homes: Callable[[], Path]) -> None:
