@@ -273,12 +273,12 @@ class Link:
         self.poll()
         return self._exit_now or self._terms > 0 or "now" in self._stop.values()
 
-    def due(self, *, cadence: bool, pause_allowed: bool = True) -> Due:
+    def due(self, *, cadence: bool) -> Due:
         """What this boundary owes. `cadence`: it is a multiple of the checkpoint cadence."""
         self.poll()
         requests = [i for i, at in self._checkpoints.items() if at == "now" or cadence]
         stops = [i for i, at in self._stop.items() if at == "now" or cadence]
-        pause = self._pause if cadence and pause_allowed else None
+        pause = self._pause if cadence else None
         term = self._terms > 0
         usr1 = self._usr1s > self._usr1s_taken
         reason: str | None
@@ -336,11 +336,6 @@ class Link:
             self._send("saved", **self._served[id])
         else:
             requests[id] = content["at"]
-
-    @property
-    def pause_wanted(self) -> str | None:
-        """The request to pause that has been heard of and waits for its boundary."""
-        return self._pause
 
     # --- what the trainer says ---
 
