@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from supervisor import config, contract, data_check, events as ev
+from supervisor import config, contract, curriculum, data_check, events as ev
 from supervisor.changes import Change
 from supervisor.config import Settings
 from supervisor.contract import Json
@@ -25,13 +25,15 @@ class PolicyRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A checked pivot: what the request to the daemon says, and what it would change. `bandit` is
-    how the new policy would begin; None where the data is not ours to look at."""
+    """A checked pivot: what the request to the daemon says, what it would change, and what is
+    allowed and yet worth a word. `bandit` is how the new policy would begin; None where the data
+    is not ours to look at."""
 
     content: Json
     changes: list[Change]
     settings: Settings
     bandit: Json | None
+    warnings: list[str]
 
 
 def durable_of(directory: Path) -> Durable:
@@ -74,7 +76,8 @@ def propose(
         "policy_digest": config.policy_digest(settings),
         "reason": reason,
     }
-    return Proposal(content, changes, settings, None if found is None else found.bandit)
+    warnings = curriculum.fragile_arms(config.curriculum_policy(settings.policy))
+    return Proposal(content, changes, settings, found.bandit if found else None, warnings)
 
 
 def epoch_of(durable: Durable, request: str) -> Epoch | None:

@@ -108,6 +108,7 @@ def _pivot(
         return complain(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
     for change in proposal.changes:
         click.echo(f"  {change}", err=as_json)
+    _warn(proposal.warnings)
     if dry_run:
         click.echo("checked; nothing was changed", err=as_json)
         return 0
@@ -125,6 +126,11 @@ def _pivot(
     _show_result(id, answer.result, as_json)
     # Committed, and yet the new trainer never was ready.
     return complain(answer.why, ExitCode.FAILED) if answer.why else 0
+
+
+def _warn(warnings: list[str]) -> None:
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
 
 
 def _show_result(id: str, result: Json, as_json: bool) -> None:
@@ -234,9 +240,12 @@ def policy_check(policy_file: str, run: str | None, pulls: int, as_json: bool) -
         return complain(str(refusal), ExitCode.USAGE)
     except OSError as error:
         return complain(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
+    _warn(proposal.warnings)
     rows = simulate(proposal.settings, proposal.bandit, pulls)
     if as_json:
-        print_json({"schema_version": 1, "pulls": pulls, "arms": rows})
+        print_json(
+            {"schema_version": 1, "pulls": pulls, "arms": rows, "warnings": proposal.warnings}
+        )
         return 0
     for row in rows:
         click.echo(

@@ -138,6 +138,18 @@ def test_a_plain_restart_with_more_text_stays_refused_after_a_pivot(
     assert "Put back what the run began with, pivot to other text" in run.output()
 
 
+def test_a_policy_that_leans_on_one_arm_is_allowed_with_a_warning(trained: TrainedRun) -> None:
+    arms = [arm | {"cap": 0.75} for arm in policy(trained.home)["arms"]]
+    file = str(policy_file(trained, arms=arms))
+    words = "warning: phase main: without arm code the caps of the others sum to 0.75, less than 1"
+    place = str(trained.directory)
+    dry = trained.supervisor("pivot", place, "--policy", file, "--dry-run")
+    assert (dry.returncode, words in dry.stderr) == (0, True)
+    tried = trained.supervisor("policy", "check", file, place, "--json")
+    assert (tried.returncode, words in tried.stderr) == (0, True)
+    assert len(orjson.loads(tried.stdout)["warnings"]) == 2
+
+
 def test_settings_meant_for_another_command_are_not_checked(
     trained: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
