@@ -14,7 +14,7 @@ Invariants:
   runs over the arms that are active in the phase. An arm that left cannot take part in anything.
 - Weights sum to SHARE_UNITS over the active arms and are 0 elsewhere; credits sum to 0.
 - The state changes only through `next_arm` (counts a pull), `observe` (counts a step), `evaluated`,
-  and what the operator does: `rest`, `rejoin`, `extended`, `pivoted`.
+  and what the operator does: `extended`, `pivoted`.
 """
 
 from __future__ import annotations
@@ -246,34 +246,6 @@ def evaluated(state: State, losses: Mapping[str, float]) -> State:
         for name, arm in zip(names, state.arms, strict=True)
     )
     return replace(state, arms=arms)
-
-
-def rest(state: State, arm: str) -> State:
-    """Without `arm`, whose source is not available. Its floor is forgiven, not owed.
-
-    Raises ValueError for an arm that is not active, Infeasible where the others cannot fill in.
-    """
-    position = _active_position(state, arm)
-    if state.active == (position,):
-        raise Infeasible(
-            f"phase {state.phase}: arm {arm} is the only one that is active", "caps", 0
-        )
-    arms = _with(state.arms, position, replace(state.arms[position], resting=True))
-    return decided(_fresh_window(replace(state, arms=arms)))
-
-
-def rejoin(state: State, arm: str) -> State:
-    """With an arm that rested; what it had shown is out of date, so it joins like a new one.
-
-    Raises ValueError for an arm that does not rest.
-    """
-    names = state.policy.names
-    if arm not in names or not state.arms[names.index(arm)].resting:
-        raise ValueError(f"arm {arm} does not rest")
-    position = names.index(arm)
-    arms = _with(state.arms, position, replace(state.arms[position], resting=False))
-    back = _joined(replace(state, arms=arms), state.active, [position])
-    return decided(_fresh_window(back))
 
 
 def _active_position(state: State, arm: str) -> int:

@@ -124,7 +124,7 @@ def _ceilings(state: State, active: Sequence[int]) -> list[float]:
     ramped = list(ceilings)
     for place in new:
         ramped[place] = min(ceilings[place], _on_grid(floors[place] + spare))
-    # Where the others cannot fill the rest, as after one went to rest, late is as good as early.
+    # Where the others cannot fill the rest, late is as good as early.
     filled = sum(map(_units, _limits(state, active, ramped)[1]))
     return ramped if filled >= SHARE_UNITS else ceilings
 

@@ -579,7 +579,7 @@ def test_an_evaluation_of_an_unknown_arm_or_no_number_is_refused() -> None:
         curriculum.evaluated(state, {"a": math.nan})
 
 
-# --- arms that come late, rest and return ---------------------------------------------------------
+# --- arms that come late --------------------------------------------------------------------------
 
 
 def cohort(kind: str = "ducb", cap: float = 0.6) -> Policy:
@@ -670,55 +670,15 @@ def test_the_static_kind_knows_no_ramp() -> None:
     assert state.shares == pytest.approx((0.2,) * 5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resting_arm_gets_nothing_and_its_floor_is_not_owed(kind: str) -> None:
-    state = after(curriculum.create(even(3, 0.2, kind=kind)), 50)
-    tired = curriculum.rest(state, "b")
-    assert tired.shares[1] == tired.weights[1] == 0
-    assert tired.credits == (0, 0, 0)
-    assert tired.window_steps == tired.run_left == 0
-    names = [name for name, _ in walk(tired, 200)]
-    assert set(names) == {"a", "c"}
-    later = through_json(after(tired, 200))
-    with pytest.raises(ValueError, match="arm b is not active in phase main"):
-        curriculum.observe(later, "b", 1.0)
-    back = curriculum.rejoin(later, "b")
-    assert back.credits == (0, 0, 0)
-    assert back.arms[1].pulls == state.arms[1].pulls
-    assert "b" in {name for name, _ in walk(back, 400)}
-
-
-def test_an_arm_that_returns_is_treated_like_a_new_one() -> None:
-    state = after(curriculum.create(even(4, 0.05)), 300)
-    tired = after(curriculum.rest(state, "b"), 300)
-    back = curriculum.rejoin(tired, "b")
-    assert back.arms[1].joined_step == 600
-    assert (back.arms[1].ema_loss, back.arms[1].learned.baseline) == (None, None)
-    assert back.shares[1] <= 0.3
-
-
-def test_the_last_arms_that_fill_the_whole_cannot_rest() -> None:
-    state = curriculum.create(policy(arm("a", cap=0.7), arm("b", cap=0.7)))
-    with pytest.raises(Infeasible, match=r"phase main: the caps of its 1 arms sum to 0\.7"):
-        curriculum.rest(state, "a")
-    with pytest.raises(ValueError, match="arm z is not active"):
-        curriculum.rest(state, "z")
-    for name in ("a", "z"):
-        with pytest.raises(ValueError, match=f"arm {name} does not rest"):
-            curriculum.rejoin(state, name)
-
-
 def test_the_ramp_gives_way_where_the_others_cannot_fill_in() -> None:
-    arms = [arm("a", cap=0.5), arm("b", cap=0.5), arm("x", cap=0.5), arm("y", cap=0.5)]
-    ours = policy(*arms, warmup_steps=9, warmup_arms=("a", "b"))
-    state = curriculum.rest(after(curriculum.create(ours), 9), "a")
-    assert state.shares == pytest.approx((0.0, 1 / 3, 1 / 3, 1 / 3))
-
-
-def test_the_only_arm_cannot_rest() -> None:
-    state = curriculum.create(even(2, warmup_steps=5, warmup_arms=("a",)))
-    with pytest.raises(Infeasible, match="phase warm-up: arm a is the only one that is active"):
-        curriculum.rest(state, "a")
+    """The text of the two that were there is used up in a run that is made longer."""
+    arms = [arm(name) for name in "abxy"]
+    ours = policy(*arms, warmup_steps=9, warmup_arms=("a", "b"), maximum_epochs=1.0)
+    sizes = {"a": 60.0, "b": 60.0, "x": 6000.0, "y": 6000.0}
+    state = after(curriculum.create(ours, round_pulls=sizes, steps=100), 9)
+    assert math.fsum(state.shares[2:]) == pytest.approx(0.3)
+    longer = curriculum.extended(state, sizes, 10_000)
+    assert math.fsum(longer.shares[2:]) > 0.98
 
 
 # --- epochs ---------------------------------------------------------------------------------------
@@ -1001,8 +961,7 @@ def forged(place: str, value: object, kind: str = "ducb", steps: int = 70) -> tu
         ("arms.a.source.repetition", math.nan, r"arm a source repetition: expected a finite"),
         ("arms.a.source.fingerprint", "", r"arm a source fingerprint: expected text, got ''"),
         ("arms.a.source.pulls", 0.5, r"arm a source pulls: expected a whole number"),
-        ("arms.a.resting", 1, r"arm a resting: expected true or false, got 1"),
-        ("arms.a.resting", True, r"arm a: not active, yet it has a share or credit"),
+        ("arms.a.resting", True, r"arm a: missing \[\], unknown \[resting\]"),
         ("arms.a.joined_step", "x", r"arm a joined_step: expected a whole number"),
         ("arms.a.weight", 999_999, r"weights sum to .*, expected 1000000"),
         ("arms.a.share", 0.9999, r"shares sum to .*, expected 1"),
@@ -1066,11 +1025,18 @@ def test_a_retired_arm_that_is_configured_or_listed_twice_is_refused() -> None:
             curriculum.from_json(state.policy, saved)
 
 
+def test_a_state_of_an_earlier_version_is_read() -> None:
+    state = after(curriculum.create(even(2)), 20)
+    saved = curriculum.to_json(state)
+    for one in saved["arms"].values():
+        one["resting"] = False
+    assert curriculum.from_json(state.policy, saved) == state
+
+
 def test_a_locked_arm_with_a_past_is_refused() -> None:
     for place, value in (
         ("arms.x.learned.gain", 1.0),
         ("arms.x.joined_step", 5),
-        ("arms.x.resting", True),
         ("arms.x.targets", 9),
     ):
         ours, saved = forged(place, value, steps=20)
@@ -1168,24 +1134,6 @@ def test_a_run_resumed_twice_is_the_run_that_never_stopped(
         drawn += list(walk(state, steps, losses))
         state = drawn[-1][1] if drawn else state
     assert drawn == straight
-
-
-@examples
-@given(policies(unit_runs=False, warm_up=True), st.integers(0, 1000), falls, st.integers(1, 150))
-def test_resting_and_returning_leave_a_sound_state(
-    ours: Policy, seed: int, slopes: dict[str, float], steps: int
-) -> None:
-    state = after(curriculum.create(ours, seed=seed), steps, Losses(seed, slopes))
-    name = ours.names[state.active[0]]
-    try:
-        tired = curriculum.rest(state, name)
-    except Infeasible:
-        return
-    drawn = list(walk(through_json(tired), 120, Losses(seed + 1, slopes)))
-    assert name not in {drawn_name for drawn_name, _ in drawn}
-    back = curriculum.rejoin(drawn[-1][1], name)
-    for _, now in walk(back, 60, Losses(seed + 2, slopes)):
-        assert through_json(now) == now
 
 
 @examples
