@@ -155,6 +155,8 @@ class Home:
             home,
             model={"dropout": 0.1},
             training={"steps": STEPS},
+            samples={"every": 4},
+            evaluation={"every": 4},
             policy={
                 "kind": "ducb",
                 "window_pulls": 2,
