@@ -253,30 +253,28 @@ def _restored_samplers(
     """Those of the configured arms, each where its text was left, at the beginning of a text that
     is new to the run; and those of all others that the run has had."""
     samplers, retired = _samplers(settings, data), {}
-    for name, digest, saved in _saved_samplers(state):
-        if name in samplers and data.arms[name].digest == digest:
-            samplers[name].restore(saved)
-        else:
-            windows = saved.get("windows") if isinstance(saved, dict) else None
-            if not isinstance(windows, int) or isinstance(windows, bool) or windows < 1:
-                raise StateMismatch(f"retired arm {name}: {windows!r} windows, expected some")
-            retired[name, digest] = _sampler(settings, name, windows)
-            retired[name, digest].restore(saved)
+    past = dict(_saved_samplers(state))
+    for name, sampler in samplers.items():
+        if (text := (name, data.arms[name].digest)) in past:
+            sampler.restore(past.pop(text))
+    for (name, digest), saved in past.items():
+        windows = saved.get("windows") if isinstance(saved, dict) else None
+        if not isinstance(windows, int) or isinstance(windows, bool) or windows < 1:
+            raise StateMismatch(f"retired arm {name}: {windows!r} windows, expected some")
+        retired[name, digest] = _sampler(settings, name, windows)
+        retired[name, digest].restore(saved)
     return samplers, retired
 
 
-def _saved_samplers(state: Json) -> Iterator[tuple[str, str, Any]]:
+def _saved_samplers(state: Json) -> Iterator[tuple[tuple[str, str], Any]]:
     for name, texts in state.get("retired", {}).items():
         if not isinstance(texts, dict):
             raise StateMismatch(f"retired arm {name}: {texts!r}, expected samplers by text")
         for digest, saved in texts.items():
-            yield name, digest, saved
+            yield (name, digest), saved
     for name in state["arms"]:
-        yield (
-            name,
-            _part(state, "arms", name, "corpus_digest"),
-            _part(state, "arms", name, "sampler"),
-        )
+        digest, saved = (_part(state, "arms", name, key) for key in ("corpus_digest", "sampler"))
+        yield (name, digest), saved
 
 
 def _detectors(manifest: Manifest) -> dict[str, int]:
