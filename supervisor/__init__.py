@@ -87,6 +87,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     6  reexecution.py          a stretch of a run executed again and compared
     6  fork.py                 a new run out of a checkpoint of another
     6  exactness_commands.py   commands about exactness and its use
+    6  data_check.py           what the trainer finds in the data of some settings
     6  pivot.py                what is checked before a pivot is asked for
     6  policy_commands.py      pivot, rollback, policy
     6  doctor.py               what on this machine would get in the way of a run

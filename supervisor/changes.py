@@ -62,7 +62,7 @@ CHANGES: Final[Mapping[str, str | Mapping[str, str]]] = {
     "logs": OPERATIONAL,
 }
 
-# What `resolve` fills in. Left open in a request, these are as they were recorded.
+# What `resolve` fills in, or once did. Left open in a request, these are as they were recorded.
 _RESOLVED: Final = {
     "run.id": None,
     "model.vocabulary": None,

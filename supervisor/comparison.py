@@ -22,6 +22,7 @@ from supervisor.contract import (
     CHUNK_BYTES,
     HEADER_BYTES,
     STATE_COMPONENTS,
+    STATE_LATER,
     ContractError,
     Manifest,
     checkpoint_stem,
@@ -29,7 +30,9 @@ from supervisor.contract import (
 from supervisor.rundir import RunError
 
 COMPARED: Final = tuple(
-    name for name in STATE_COMPONENTS if name not in ("configuration", "detectors", "environment")
+    name
+    for name in (*STATE_COMPONENTS, *STATE_LATER)
+    if name not in ("configuration", "detectors", "environment")
 )
 REGIONS: Final = ("weights", "m", "v")
 _SHOWN_CHARACTERS: Final = 60
@@ -84,6 +87,8 @@ def differing_parts(
     if recorded.chunks != now.chunks:
         parts += _differing_regions(recorded, now, recorded_directory, now_directory)
     for name in COMPARED:
+        if name in STATE_LATER and not (name in recorded.state and name in now.state):
+            continue  # one of them is of an earlier version
         parts += _differing_leaves(name, recorded.state[name], now.state[name])
     return parts
 

@@ -413,7 +413,9 @@ def _expected_key(path: KeyPath) -> str:
 
 
 def resolve(settings: Settings, run_id: str) -> Settings:
-    """The settings of a new run: what depends on the machine or on other keys, decided for good."""
+    """The settings of a new run: what depends on the machine, and the horizon of the schedule,
+    decided for good. `samples.every` and `evaluation.every` stay open: they follow the cadence of
+    checkpoints, also where a pivot changes that."""
     tree = settings.tree()
     cores = len(os.sched_getaffinity(0))
     tree["run"]["id"] = run_id
@@ -421,9 +423,6 @@ def resolve(settings: Settings, run_id: str) -> Settings:
         tree["trainer"]["threads"] = max(1, cores // settings.trainer.processes)
     if settings.training.schedule_steps is None:
         tree["training"]["schedule_steps"] = settings.training.steps
-    for section in ("samples", "evaluation"):
-        if tree[section]["every"] is None:
-            tree[section]["every"] = settings.checkpoint.every
     return parse(tree, "resolved settings").with_origins(settings.origins)
 
 

@@ -472,6 +472,11 @@ STATE_COMPONENTS: Final[dict[str, type]] = {
     "environment": dict,
 }
 
+# What manifests of earlier versions lack.
+STATE_LATER: Final[dict[str, type]] = {
+    "retired": dict,  # arm -> digest of the text it had -> sampler, of arms that a pivot left
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -555,7 +560,8 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
     if found != body["digest"] or canonical(body) + b"\n" != raw:
         raise ContractError(f"{where}: content does not match its digest {shown(body['digest'])}")
     state = body["state"]
-    _check_fields(state, STATE_COMPONENTS, f"{where} state")
+    later = {name: kind for name, kind in STATE_LATER.items() if name in state}
+    _check_fields(state, STATE_COMPONENTS | later, f"{where} state")
     tensors = tuple(
         _parse_tensor(item, f"{where} tensors[{number}]")
         for number, item in enumerate(body["tensors"])

@@ -14,7 +14,7 @@ Invariants:
   runs over the arms that are active in the phase. An arm that left cannot take part in anything.
 - Weights sum to SHARE_UNITS over the active arms and are 0 elsewhere; credits sum to 0.
 - The state changes only through `next_arm` (counts a pull), `observe` (counts a step), `evaluated`,
-  and what the operator does: `rest`, `rejoin`, `extended`, `pivoted`.
+  and what the operator does: `extended`, `pivoted`.
 """
 
 from __future__ import annotations
@@ -215,10 +215,13 @@ def observe(state: State, arm: str, loss: float, targets: int = 1) -> State:
         window_steps=window_steps,
         **_counted(state, steps=1),
     )
+    complete = windowed and window_steps >= state.window_pulls
+    if complete:
+        after = _close_window(after, state.active)
     if after.phase != state.phase:
         return _enter_main(after, state.active)
-    if windowed and window_steps >= state.window_pulls:
-        return decided(_close_window(after))
+    if complete:
+        return decided(after)
     if state.policy.kind == "ucb1" and after.running is None:
         return decided(after)
     return after
@@ -243,34 +246,6 @@ def evaluated(state: State, losses: Mapping[str, float]) -> State:
         for name, arm in zip(names, state.arms, strict=True)
     )
     return replace(state, arms=arms)
-
-
-def rest(state: State, arm: str) -> State:
-    """Without `arm`, whose source is not available. Its floor is forgiven, not owed.
-
-    Raises ValueError for an arm that is not active, Infeasible where the others cannot fill in.
-    """
-    position = _active_position(state, arm)
-    if state.active == (position,):
-        raise Infeasible(
-            f"phase {state.phase}: arm {arm} is the only one that is active", "caps", 0
-        )
-    arms = _with(state.arms, position, replace(state.arms[position], resting=True))
-    return decided(_fresh_window(replace(state, arms=arms)))
-
-
-def rejoin(state: State, arm: str) -> State:
-    """With an arm that rested; what it had shown is out of date, so it joins like a new one.
-
-    Raises ValueError for an arm that does not rest.
-    """
-    names = state.policy.names
-    if arm not in names or not state.arms[names.index(arm)].resting:
-        raise ValueError(f"arm {arm} does not rest")
-    position = names.index(arm)
-    arms = _with(state.arms, position, replace(state.arms[position], resting=False))
-    back = _joined(replace(state, arms=arms), state.active, [position])
-    return decided(_fresh_window(back))
 
 
 def _active_position(state: State, arm: str) -> int:
@@ -308,8 +283,9 @@ def _trained(policy: Policy, arm: ArmState, loss: float, targets: int) -> ArmSta
     )
 
 
-def _close_window(state: State) -> State:
-    policy, active = state.policy, state.active
+def _close_window(state: State, active: Sequence[int]) -> State:
+    """What the window has shown of the arms that were active in it."""
+    policy = state.policy
     windows = []
     for arm in (state.arms[position] for position in active):
         loss = arm.window_nats / arm.window_targets if arm.window_steps else None

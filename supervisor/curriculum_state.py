@@ -51,7 +51,7 @@ class ArmState:
     `targets` are targets trained on. `ema_loss` is in nats and `ema_reward` in thousandths of a
     nat; both move at each step of the arm and are None until there is a value to average.
     `window_*` sum up the steps of the open window. `joined_step` is when it joined arms that were
-    there before, `resting` that it is not available.
+    there before.
     """
 
     pulls: int = 0
@@ -63,7 +63,6 @@ class ArmState:
     window_targets: int = 0
     learned: Statistics = field(default_factory=Statistics)
     joined_step: int | None = None
-    resting: bool = False
     source: Source = field(default_factory=Source)
 
 
@@ -123,11 +122,7 @@ class State:
     @property
     def active(self) -> tuple[int, ...]:
         """Positions of the arms that may be picked now, in configured order."""
-        return tuple(
-            position
-            for position in self.policy.active(self.phase)
-            if not self.arms[position].resting
-        )
+        return self.policy.active(self.phase)
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -180,7 +175,7 @@ def from_json(policy: Policy, value: Any) -> State:
         )
     names = policy.names
     saved = _fields(body["arms"], names, f"{where} arms")
-    arms = [_read(saved[name], _ARM, f"{where} arm {name}") for name in names]
+    arms = [_read(_today(saved[name]), _ARM, f"{where} arm {name}") for name in names]
     running = body["run"]["arm"]
     if running is not None and running not in names:
         raise StateError(f"{where} run arm: {running!r} is no arm of the policy")
@@ -204,6 +199,13 @@ def from_json(policy: Policy, value: Any) -> State:
     )
     _check_state(state)
     return replace(state, window_pulls=policy.window_pulls(state.phase))
+
+
+def _today(arm: Any) -> Any:
+    """Without a mark of earlier versions, which no arm of theirs could bear."""
+    if isinstance(arm, dict) and arm.get("resting") is False:
+        return {key: value for key, value in arm.items() if key != "resting"}
+    return arm
 
 
 Parser = Callable[[Any, str], Any]
@@ -261,12 +263,6 @@ def _fraction(value: Any, where: str) -> float:
     return number
 
 
-def _flag(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise StateError(f"{where}: expected true or false, got {value!r}")
-    return value
-
-
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value:
         raise StateError(f"{where}: expected text, got {value!r}")
@@ -318,7 +314,6 @@ _ARM: Final[Mapping[str, Parser]] = {
     "window_targets": _whole,
     "learned": _built(Statistics, _LEARNED),
     "joined_step": _optional(_whole),
-    "resting": _flag,
     "source": _built(Source, _SOURCE),
     "weight": _whole,
     "share": _fraction,
@@ -384,7 +379,7 @@ def _check_shares(state: State) -> None:
         share, where = state.shares[position], f"bandit state arm {arm.name}"
         if position not in unlocked and kept != ArmState(source=kept.source):
             raise StateError(f"{where}: dormant in {state.phase}, yet used")
-        if position not in state.active:
+        if position not in unlocked:
             if share or state.weights[position] or state.credits[position]:
                 raise StateError(f"{where}: not active, yet it has a share or credit")
         elif state.policy.bounds == "share":

@@ -278,14 +278,14 @@ class Link:
         self.poll()
         return self._exit_now or self._terms > 0 or "now" in self._stop.values()
 
-    def due(self, *, cadence: bool, pause_allowed: bool = True) -> Due:
+    def due(self, *, cadence: bool) -> Due:
         """What this boundary owes. `cadence`: it is a multiple of the checkpoint cadence. A save
         that the disk refused is owed at any boundary, now and then; a pause waits for the cadence.
         """
         self.poll()
         requests = [i for i, at in self._checkpoints.items() if at == "now" or cadence]
         stops = [i for i, at in self._stop.items() if at == "now" or cadence]
-        pause = self._pause if cadence and pause_allowed else None
+        pause = self._pause if cadence else None
         term = self._terms > 0
         failed_at = self._unsaved_at
         owed = failed_at is not None and time.monotonic() - failed_at >= SAVE_AGAIN_SECONDS
@@ -345,11 +345,6 @@ class Link:
             self._send("saved", **self._served[id])
         else:
             requests[id] = content["at"]
-
-    @property
-    def pause_wanted(self) -> str | None:
-        """The request to pause that has been heard of and waits for its boundary."""
-        return self._pause
 
     # --- what the trainer says ---
 

@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -22,7 +23,13 @@ from typing import Final
 from supervisor import bandit
 from supervisor.curriculum_state import ArmState, State
 from supervisor.policy import MAIN, PolicyError
-from supervisor.projection import SHARE_UNITS, check_feasible, integer_weights, project
+from supervisor.projection import (
+    SHARE_UNITS,
+    Infeasible,
+    check_feasible,
+    integer_weights,
+    project,
+)
 
 # Arms that join others share at most RAMP_START of the picks at first, and are as free as the
 # others after RAMP_WINDOWS windows.
@@ -117,7 +124,7 @@ def _ceilings(state: State, active: Sequence[int]) -> list[float]:
     ramped = list(ceilings)
     for place in new:
         ramped[place] = min(ceilings[place], _on_grid(floors[place] + spare))
-    # Where the others cannot fill the rest, as after one went to rest, late is as good as early.
+    # Where the others cannot fill the rest, late is as good as early.
     filled = sum(map(_units, _limits(state, active, ramped)[1]))
     return ramped if filled >= SHARE_UNITS else ceilings
 
@@ -142,6 +149,19 @@ def planned(state: State, round_pulls: Mapping[str, float], steps: int | None) -
             f" {', '.join(missing) or 'the run'} is not known; leave it out, or give the pulls of"
             " one pass over each arm and the steps to come"
         )
+    limited = _limited(state, epochs, round_pulls, steps)
+    for phase in dict.fromkeys((state.phase, MAIN)):
+        try:
+            _check_filled(limited, phase)
+        except Infeasible as error:
+            told = _too_long(limited, epochs, round_pulls, steps, phase)
+            raise Infeasible(told, error.bound, error.total) from error
+    return limited
+
+
+def _limited(state: State, epochs: float, round_pulls: Mapping[str, float], steps: int) -> State:
+    """With the ceilings that `epochs` and `steps` to come make, whether or not those suffice."""
+    policy = state.policy
     locked_steps = max(0, policy.warmup_steps - state.warm_up.steps)
     arms = []
     for name, arm in zip(policy.names, state.arms, strict=True):
@@ -149,12 +169,40 @@ def planned(state: State, round_pulls: Mapping[str, float], steps: int | None) -
         spent = arm.source.pulls + arm.pulls
         share = bandit.epoch_share(epochs, round_pulls[name], spent, pulls_left)
         arms.append(replace(arm, source=replace(arm.source, ceiling=_on_grid(share))))
-    limited = replace(state, arms=tuple(arms))
-    for phase in dict.fromkeys((state.phase, MAIN)):
-        active = policy.active(phase)
-        floors, caps = _limits(limited, active, [arms[k].source.ceiling for k in active])
-        check_feasible(floors, caps, f"phase {phase}, {epochs:g} epochs in {steps} steps: ")
-    return limited
+    return replace(state, arms=tuple(arms))
+
+
+def _check_filled(state: State, phase: str) -> None:
+    active = state.policy.active(phase)
+    floors, caps = _limits(state, active, [state.arms[k].source.ceiling for k in active])
+    check_feasible(floors, caps)
+
+
+def _too_long(
+    state: State, epochs: float, round_pulls: Mapping[str, float], steps: int, phase: str
+) -> str:
+    """What stands in the way of so many steps, and how many there could be. The more there are to
+    come, the lower the ceilings."""
+
+    def too_long(fewer: int) -> bool:
+        try:
+            _check_filled(_limited(state, epochs, round_pulls, fewer), phase)
+        except Infeasible:
+            return True
+        return False
+
+    most = bisect_left(range(1, steps), True, key=too_long)
+    arms = [(state.policy.names[k], state.arms[k]) for k in state.policy.active(phase)]
+    left = [
+        f"{name} {max(0, math.floor(epochs * round_pulls[name] - arm.source.pulls - arm.pulls))}"
+        for name, arm in arms
+        if arm.source.ceiling < 1
+    ]
+    return (
+        f"policy.maximum_epochs is {epochs:g}, which leaves room for {most} of the {steps} steps to"
+        f" come (phase {phase}; steps left of arm {', '.join(left)}): raise it, add text to these"
+        " arms or other arms, or train for fewer steps"
+    )
 
 
 def _units(share: float) -> int:

@@ -7,23 +7,16 @@ checked against.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import orjson
-
-from supervisor import config, contract, events as ev
+from supervisor import config, contract, curriculum, data_check, events as ev
 from supervisor.changes import Change
 from supervisor.config import Settings
 from supervisor.contract import Json
 from supervisor.journal import read
 from supervisor.state import Durable, Epoch, fold
-
-CHECK_SECONDS: Final = 600.0
 
 
 class PolicyRefused(ValueError):
@@ -32,11 +25,15 @@ class PolicyRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A checked pivot: what the request to the daemon says, and what it would change."""
+    """A checked pivot: what the request to the daemon says, what it would change, and what is
+    allowed and yet worth a word. `bandit` is how the new policy would begin; None where the data
+    is not ours to look at."""
 
     content: Json
     changes: list[Change]
     settings: Settings
+    bandit: Json | None
+    warnings: list[str]
 
 
 def durable_of(directory: Path) -> Durable:
@@ -63,10 +60,12 @@ def propose(
     base = _settings_of(parent, ruling)
     text, settings = ("", base) if policy_file is None else _submitted(base, policy_file)
     changes = _checked(ruling, settings, policy_file)
+    found = None
+    if policy_file is not None and settings.trainer.command is None:
+        found = _examined(settings, directory, durable, to_step)
+        changes += _other_texts(found)
     if to_step is None and not changes:
         raise PolicyRefused(f"{policy_file}: changes nothing; the run has this policy already")
-    if policy_file is not None and settings.trainer.command is None:
-        _check_data(settings)
     content: Json = {
         "at": at,
         "epoch": durable.epoch,
@@ -77,7 +76,8 @@ def propose(
         "policy_digest": config.policy_digest(settings),
         "reason": reason,
     }
-    return Proposal(content, changes, settings)
+    warnings = curriculum.fragile_arms(config.curriculum_policy(settings.policy))
+    return Proposal(content, changes, settings, found.bandit if found else None, warnings)
 
 
 def epoch_of(durable: Durable, request: str) -> Epoch | None:
@@ -133,18 +133,21 @@ def _checked(ruling: Settings, settings: Settings, policy_file: Path | None) -> 
     return comparison.policy
 
 
-def _check_data(settings: Settings) -> None:
-    """Loads and digests every arm in a process of the trainer's, which knows how."""
-    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
-        file.write(config.dump(settings))
-        file.flush()
-        check = subprocess.run(
-            [sys.executable, "-m", "trainer", "check", "--config", file.name],
-            capture_output=True,
-            timeout=CHECK_SECONDS,
-            check=False,
-        )
-    if check.returncode != 0:
-        text = check.stderr.decode("utf-8", "replace").strip().replace(file.name, "the policy")
-        raise PolicyRefused(text or f"the data check ended with code {check.returncode}")
-    orjson.loads(check.stdout)
+def _examined(
+    settings: Settings, directory: Path, durable: Durable, to_step: int | None
+) -> data_check.Found:
+    try:
+        return data_check.examine(settings, directory, durable.epoch + 1, to_step)
+    except data_check.DataRefused as refusal:
+        raise PolicyRefused(str(refusal)) from refusal
+
+
+def _other_texts(found: data_check.Found) -> list[Change]:
+    """Arms that stay by name and have other text now: to the run each is a new arm, and the one
+    that had its name has left."""
+    saved = {} if found.base is None else found.base.state["arms"]
+    return [
+        Change(f"policy.arms.{name}.text", saved[name]["corpus_digest"], digest)
+        for name, digest in found.digests.items()
+        if name in saved and saved[name]["corpus_digest"] != digest
+    ]

@@ -7,6 +7,7 @@ words. What is checked first is `pivot`; what the supervisor then does is `pivot
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ def _pivot(
         return complain(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
     for change in proposal.changes:
         click.echo(f"  {change}", err=as_json)
+    _warn(proposal.warnings)
     if dry_run:
         click.echo("checked; nothing was changed", err=as_json)
         return 0
@@ -124,6 +126,11 @@ def _pivot(
     _show_result(id, answer.result, as_json)
     # Committed, and yet the new trainer never was ready.
     return complain(answer.why, ExitCode.FAILED) if answer.why else 0
+
+
+def _warn(warnings: list[str]) -> None:
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
 
 
 def _show_result(id: str, result: Json, as_json: bool) -> None:
@@ -233,9 +240,12 @@ def policy_check(policy_file: str, run: str | None, pulls: int, as_json: bool) -
         return complain(str(refusal), ExitCode.USAGE)
     except OSError as error:
         return complain(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
-    rows = simulate(proposal.settings, pulls)
+    _warn(proposal.warnings)
+    rows = simulate(proposal.settings, proposal.bandit, pulls)
     if as_json:
-        print_json({"schema_version": 1, "pulls": pulls, "arms": rows})
+        print_json(
+            {"schema_version": 1, "pulls": pulls, "arms": rows, "warnings": proposal.warnings}
+        )
         return 0
     for row in rows:
         click.echo(
@@ -245,11 +255,18 @@ def policy_check(policy_file: str, run: str | None, pulls: int, as_json: bool) -
     return 0
 
 
-def simulate(settings: Any, pulls: int, buckets: int = 20) -> list[Json]:
-    """The picks that a fresh bandit of this policy makes when every arm's loss falls alike."""
+def simulate(settings: Any, bandit: Json | None, pulls: int, buckets: int = 20) -> list[Json]:
+    """The picks that a fresh bandit of this policy makes when every arm's loss falls alike. Without
+    `bandit`, the one that the data makes, nothing is known of epochs and nothing is limited by
+    them."""
     from supervisor import config, curriculum
 
-    state = curriculum.create(config.curriculum_policy(settings.policy))
+    policy = config.curriculum_policy(settings.policy)
+    if bandit is None:
+        tuning = replace(policy.tuning, maximum_epochs=None)
+        state = curriculum.create(replace(policy, tuning=tuning))
+    else:
+        state = curriculum.from_json(policy, bandit)
     counts = {arm.name: [0] * buckets for arm in settings.policy.arms}
     for number in range(pulls):
         arm, state = curriculum.next_arm(state)

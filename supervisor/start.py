@@ -30,6 +30,7 @@ from supervisor.checkpoints import NoSpace, preflight
 from supervisor.config import ConfigError, Settings
 from supervisor.contract import LOGS, ExitCode, Json, checkpoint_size_bytes
 from supervisor.daemon import Daemon
+from supervisor.data_check import DataRefused, examine
 from supervisor.durable import size_of
 from supervisor.journal import JournalDamaged, read
 from supervisor.options import Begin, Options
@@ -106,6 +107,8 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
     manager = _service_manager(environment)
     lock_fd = -1
     try:
+        if request.wish != "stop":
+            _check_epochs(settings, directory)
         directory.create()
         lock_fd = take_lock(directory)
         settings, records, before = _settle(settings, directory)
@@ -205,6 +208,28 @@ def _check_space(settings: Settings, directory: RunDirectory) -> None:
         raise Refused(
             f"{error}; free space or lower checkpoint.keep_last", ExitCode.USAGE
         ) from error
+
+
+def _check_epochs(settings: Settings, directory: RunDirectory) -> None:
+    """That `maximum_epochs` leaves room for the steps that a start would promise: those of a new
+    run, or more than an old one had. Nothing else needs the data before the trainer loads it."""
+    durable = _journalled(directory)
+    if durable != Durable() or directory.run_file.exists():
+        recorded = _on_record(durable, directory)
+        if settings.training.steps <= recorded.training.steps:
+            return
+        longer = (c for c in config.compare(recorded, settings).operational if _is_steps(c))
+        settings = config.accept(recorded, longer)
+    if settings.policy.maximum_epochs is None or settings.trainer.command is not None:
+        return
+    try:
+        examine(settings, directory.path, durable.epoch)
+    except DataRefused as refusal:
+        raise Refused(str(refusal)) from refusal
+
+
+def _is_steps(change: config.Change) -> bool:
+    return change.key == "training.steps"
 
 
 def _settle(

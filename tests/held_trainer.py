@@ -35,8 +35,8 @@ class HeldLink(Link):
         self.tell()
 
     def tell(self) -> None:
-        if self.pause_wanted not in (None, self.told):
-            self.told = self.pause_wanted
+        if self._pause not in (None, self.told):
+            self.told = self._pause
             print(f"asked to pause: {self.told}", flush=True)
 
 

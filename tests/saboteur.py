@@ -128,8 +128,8 @@ class Saboteur:
         """Saves if that is due. True: this life is over."""
         regular = self.step % self.cadence == 0 or self.step == self.target
         due = self.link.due(cadence=regular and self.step > self.saved)
-        if self.link.pause_wanted not in (None, self.told):
-            self.told = self.link.pause_wanted
+        if self.link._pause not in (None, self.told):
+            self.told = self.link._pause
             print(f"asked to pause: {self.told}", flush=True)
         until = self.life.until_step is not None and self.step >= self.life.until_step
         final = self.step >= self.target

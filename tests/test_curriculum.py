@@ -618,7 +618,6 @@ def test_the_saved_form_is_plain_and_keyed_by_arm() -> None:
         "window_targets": 0,
         "learned": untaught,
         "joined_step": None,
-        "resting": False,
         "source": source,
     }
     a = {"pulls": 1, "targets": 1, "ema_loss": 2.0, "ema_reward": None}

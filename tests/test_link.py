@@ -629,7 +629,6 @@ def test_a_pause_waits_for_the_cadence_and_for_the_word_to_exit(
     server.wire.send_trainer("pause", {"id": "p"})
     server.hear(linked, "seen")
     assert linked.due(cadence=False).pause is None
-    assert linked.due(cadence=True, pause_allowed=False).pause is None
     due = linked.due(cadence=True)
     assert (due.pause, due.reason, due.requests) == ("p", "pivot", ("p",))
     linked.paused(50, "p")

@@ -17,7 +17,7 @@ import torch
 import trainer_kit as kit
 from hypothesis import given, settings, strategies as st
 
-from supervisor import config, contract, curriculum, link as link_module
+from supervisor import config, contract, curriculum, link as link_module, pivot
 from supervisor.contract import (
     AuditLine,
     Entry,
@@ -840,6 +840,21 @@ def test_a_longer_target_and_another_directory_are_no_part_of_the_state(
     assert kit.audits_of(second) == [14]
 
 
+def test_audits_and_evaluations_follow_a_pivot_of_the_cadence(
+    homes: Callable[[], Path],
+) -> None:
+    home = homes()
+    first = kit.settings_of(home, training={"steps": 20})
+    kit.live(first, script={8: kit.term})
+    file = home / "often.toml"
+    file.write_text("[checkpoint]\nevery = 3\n")
+    _, often = pivot._submitted(first, file)
+    second = kit.live(often, attempt=2, epoch=2)
+    assert checkpoints_of(second)[-5:] == [9, 12, 15, 18, 20]
+    assert kit.audits_of(second) == [9, 12, 15, 18, 20]
+    assert [line.step for line in kit.evaluations_of(second)] == [9, 12, 15, 18, 20]
+
+
 def test_fc59_changed_content_is_refused_with_both_digests(homes: Callable[[], Path]) -> None:
     """The order of a file listing differs from machine to machine (huggingface/datasets #3857,
     pytorch/vision #192): here order is by name, and content is what a run is bound to."""
@@ -1196,6 +1211,7 @@ def test_text_for_a_terminal_cannot_steer_it(text: str, shown: str) -> None:
 
 def test_every_refusal_has_a_code_and_anything_else_is_a_crash() -> None:
     assert loop.verdict(config.ConfigError([])) == (78, "configuration")
+    assert loop.verdict(curriculum.Infeasible("", "caps", 0.5)) == (78, "configuration")
     assert loop.verdict(corpus.DataError("x")) == (65, "data")
     assert loop.verdict(KeyError("x")) == (1, "error")
     assert loop.verdict(OSError(28, "full")) == (1, "error")

@@ -101,6 +101,7 @@ STATE: dict[str, Case] = {
     "arms.*.sampler.generator": Case(another_generator, Shows(), ROUND_END),
     "arms.*.sampler.windows": Case(add(1), Refused("arm code: sampler state was saved with win")),
     "arms.*.sampler.batch": Case(add(1), Refused("arm code: sampler state was saved with batch")),
+    "retired": Case(put({"old": {"0" * 64: {}}}), Refused("retired arm old: None windows")),
     "rng.torch_cpu": Case(another_generator, Shows()),
     "bandit": Case(lambda bandit: bandit | {"seed": 8}, Refused("bandit seed: 8, this run has")),
     "updates": Case(add(1), Refused("8 updates in a checkpoint of step 7")),
@@ -154,6 +155,8 @@ class Home:
             home,
             model={"dropout": 0.1},
             training={"steps": STEPS},
+            samples={"every": 4},
+            evaluation={"every": 4},
             policy={
                 "kind": "ducb",
                 "window_pulls": 2,
@@ -308,7 +311,7 @@ def test_fc44_the_audit_speaks_of_every_component(home: Home) -> None:
     """A value that changes a step and that the checkpoint does not hold is lost at the next resume
     (huangzh13/StyleGAN.pytorch #10). What a checkpoint holds is audited, all of it."""
     state = home.manifest(MIDDLE).state
-    assert set(state) == set(contract.STATE_COMPONENTS)
+    assert set(state) == set(contract.STATE_COMPONENTS) | set(contract.STATE_LATER)
     found = {
         component_of(path)
         for path, _ in leaves(state)
@@ -349,7 +352,7 @@ def test_windows_that_were_not_served_are_not_passed_off_as_such(home: Home) -> 
     check(home, MIDDLE, altered(manifest, path, put(forged)), says)
 
 
-@pytest.mark.parametrize("component", sorted(STATE))
+@pytest.mark.parametrize("component", sorted(set(STATE) - set(contract.STATE_LATER)))
 def test_a_component_that_is_missing_is_refused(home: Home, component: str) -> None:
     """A component that is not there is an error, never a warning."""
     state = copy.deepcopy(home.manifest(MIDDLE).state)
@@ -361,6 +364,107 @@ def test_a_component_that_is_missing_is_refused(home: Home, component: str) -> N
     manifest = replace(home.manifest(MIDDLE), state=state)
     with pytest.raises(REFUSALS, match=name):
         home.resume(MIDDLE, manifest)
+
+
+def test_a_component_that_an_earlier_version_did_not_know_may_be_missing(home: Home) -> None:
+    for name in contract.STATE_LATER:
+        state = {key: value for key, value in home.manifest(MIDDLE).state.items() if key != name}
+        older = replace(home.manifest(MIDDLE), state=state)
+        assert next_step(home.resume(MIDDLE, older)) == next_step(home.unaltered(MIDDLE))
+
+
+# --- an arm that is away --------------------------------------------------------------------------
+
+# What is kept of the arm `code` while another policy rules, by field.
+AWAY: list[tuple[str, Case]] = [
+    ("permutation", Case(swapped, Shows())),
+    ("permutation", Case(put("AAAA"), Refused("does not hold each of 24 windows"))),
+    ("cursor", Case(add(4), Refused(CONTRADICTION))),
+    ("cursor", Case(add(-4), Shows())),
+    ("cursor", Case(add(1), Refused("sampler cursor is 17"))),
+    ("round", Case(add(9), Refused(CONTRADICTION))),
+    ("generator", Case(put("AAAA"), Refused("arm code: sampler generator"))),
+    ("windows", Case(put(0), Refused("arm code: sampler state was saved with windows 0"))),
+    ("windows", Case(add(1), Refused("arm code: sampler state was saved with windows 25"))),
+    ("batch", Case(add(1), Refused("arm code: sampler state was saved with batch 5"))),
+]
+
+
+@dataclass(frozen=True)
+class Away:
+    """A checkpoint one step after a pivot without `code`, and lives that take it back."""
+
+    home: Home
+    manifest: Manifest
+    saved: Path
+
+    @property
+    def digest(self) -> str:
+        return str(*self.manifest.state["retired"]["code"])
+
+    def back(self, manifest: Manifest) -> kit.Lived:
+        return self._live(manifest, self.home.settings, epoch=3)
+
+    def stays_away(self, manifest: Manifest) -> kit.Lived:
+        return self._live(manifest, without_code(self.home.settings), epoch=2)
+
+    def _live(self, manifest: Manifest, settings: config.Settings, epoch: int) -> kit.Lived:
+        shutil.rmtree(settings.run.directory)
+        shutil.copytree(self.saved, self.home.directory)
+        name = f"{contract.checkpoint_stem(manifest.step)}.json"
+        (self.home.directory / name).write_bytes(manifest.to_bytes())
+        resume = {"resume_step": manifest.step, "epoch": epoch}
+        return kit.live(settings, attempt=3, script={manifest.step + 3: kit.term}, **resume)
+
+
+def without_code(settings: config.Settings) -> config.Settings:
+    tree = settings.tree()
+    tree["policy"]["arms"] = tree["policy"]["arms"][:1]
+    return config.parse(tree, "test")
+
+
+@pytest.fixture(scope="module")
+def away(home: Home, tmp_path_factory: pytest.TempPathFactory) -> Away:
+    shutil.rmtree(home.settings.run.directory)
+    home.directory.mkdir(parents=True)
+    for path in home.saved.glob(f"{contract.checkpoint_stem(MIDDLE)}.*"):
+        shutil.copy(path, home.directory)
+    pivot = {"resume_step": MIDDLE, "epoch": 2}
+    kit.live(without_code(home.settings), attempt=2, script={MIDDLE + 2: kit.term}, **pivot)
+    saved = tmp_path_factory.mktemp("away") / "checkpoints"
+    shutil.copytree(home.directory, saved)
+    return Away(home, checkpoint.read_manifest(saved, MIDDLE + 2), saved)
+
+
+def test_all_that_is_kept_of_an_arm_that_is_away_is_audited(away: Away) -> None:
+    kept = away.manifest.state["retired"]["code"][away.digest]
+    assert set(kept) == {field for field, _ in AWAY}
+    assert kept == away.home.manifest(MIDDLE).state["arms"]["code"]["sampler"]
+
+
+@pytest.mark.parametrize(("field", "case"), AWAY, ids=[field for field, _ in AWAY])
+def test_what_is_kept_of_an_arm_that_is_away_is_refused_or_shows(
+    away: Away, field: str, case: Case
+) -> None:
+    manifest = altered(away.manifest, ["retired", "code", away.digest, field], case.change)
+    if isinstance(case.expected, Refused):
+        with pytest.raises(REFUSALS, match=case.expected.says):
+            away.back(manifest)
+    else:
+        assert next_step(away.back(manifest)) != next_step(away.back(away.manifest))
+
+
+def test_what_is_kept_of_an_arm_that_never_was_is_refused(away: Away) -> None:
+    kept = away.manifest.state["retired"]["code"][away.digest]
+    for name, digest in (("code", "0" * 64), ("songs", away.digest)):
+        state = away.manifest.state | {"retired": {name: {digest: kept}}}
+        with pytest.raises(StateMismatch, match=f"retired arm {name} with text {digest}"):
+            away.stays_away(replace(away.manifest, state=state))
+    for damaged, says in (("x", "expected samplers by text"), ({away.digest: "x"}, "None windows")):
+        state = away.manifest.state | {"retired": {"code": damaged}}
+        with pytest.raises(StateMismatch, match=says):
+            away.stays_away(replace(away.manifest, state=state))
+    assert away.stays_away(away.manifest).loop.step == away.manifest.step + 3
 
 
 def others(value: Any) -> list[Any]:

@@ -101,6 +101,29 @@ def test_after_a_pivot_the_arm_has_no_share_no_count_and_no_exploration(
     assert set(saved["bandit"]["arms"]) == set(LIVE)
 
 
+@pytest.mark.parametrize("changed", [False, True], ids=["the same text", "other text"])
+def test_an_arm_that_comes_back_goes_on_where_it_was_left(
+    run_home: Path, left_behind: config.Settings, changed: bool
+) -> None:
+    """By a second pivot; it must not serve again what it has served. Other text is another arm."""
+    before = newest(left_behind).state["arms"][ZOMBIE]
+    away = pivoted(run_home, steps=20)
+    kit.live(away, attempt=2, epoch=2)
+    kept = {ZOMBIE: {before["corpus_digest"]: before["sampler"]}}
+    assert newest(away).state["retired"] == kept
+    back = sections(run_home, *LIVE, ZOMBIE, steps=40)
+    if changed:
+        with (run_home / f"{ZOMBIE}.jsonl").open("ab") as file:
+            file.write(orjson.dumps({"text": "A page that nobody had read."}) + b"\n")
+    lived = kit.live(kit.settings_of(run_home, **back), attempt=3, epoch=3)
+    training = lived.loop.training
+    pulls = [entry.arm for entry in lived.entries].count(ZOMBIE)
+    drawn_before = -(-before["sampler"]["cursor"] // 4)
+    assert drawn_before > 0 < pulls
+    assert training.samplers[ZOMBIE].draws == pulls + (0 if changed else drawn_before)
+    assert newest(left_behind).state["retired"] == (kept if changed else {})
+
+
 def test_what_would_have_happened_with_the_zombie_in_the_sums() -> None:
     """The first system's figures: 34.0079% of the mass beside three live unit weights, 8.8111%
     beside sixteen. Sums here run over the configured arms only, so neither can come out."""

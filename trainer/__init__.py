@@ -15,6 +15,7 @@ The map, from the leaves up:
 - `corpus`      the documents of an arm as windows of tokens, with a digest of the data
 - `sampler`     the order of the windows of one arm: permutation, cursor, round, own generator
 - `data`        the tokenizer and the arms that the settings name
+- `plan`        what the policy makes of the data: the curriculum of the next step
 - `checkpoint`  writing, publishing and reading `step_NNNNNN.bin` and its manifest
 - `recipe`      settings and a checkpoint's state to objects, and back
 - `generate`    text from the model by an own generator, for sample audits

@@ -3,7 +3,7 @@
     python -m trainer --config FILE [--set key=value]...   alone, in its own run directory
     python -m trainer --run DIRECTORY                      for a supervisor, which says which life
     python -m trainer generate RUN --prompt TEXT           text from a checkpoint
-    python -m trainer check --config FILE                  the data that a policy names, as JSON
+    python -m trainer check --config FILE                  a policy's data and plan, as JSON
 
 What may live here: arguments, the run directory of a trainer that is alone, the first and the last
 thing that every life does. torch is imported as late as possible: by then signals are handled and
@@ -93,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     check = commands.add_parser("check", help="load the data that FILE names; prints JSON")
     check.add_argument("--config", required=True, metavar="FILE", type=Path)
+    check.add_argument(
+        "--base", metavar="MANIFEST", type=Path, help="as after this checkpoint, not from scratch"
+    )
+    check.add_argument("--epoch", type=int, default=1, metavar="N", help="as a life of this epoch")
     _add_overrides(check)
     return parser
 
@@ -366,17 +370,23 @@ def _latest(directory: Path) -> tuple[int, int]:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from supervisor import config
-    from trainer import data
+    from supervisor import config, curriculum
+    from trainer import data, plan
     from trainer.corpus import DataError
     from trainer.tokenizer import TokenizerError
 
     try:
-        found = data.describe(config.load(arguments.config, arguments.set, os.environ))
-    except config.ConfigError as error:
+        settings = config.load(arguments.config, arguments.set, os.environ)
+        base = arguments.base and contract.parse_manifest(
+            arguments.base.read_bytes(), str(arguments.base)
+        )
+        loaded = data.load(settings)
+        assert loaded is not None, "nobody asked to give up"
+        found = plan.describe(settings, loaded, base, arguments.epoch)
+    except (config.ConfigError, curriculum.PolicyError, curriculum.Infeasible) as error:
         print(error, file=sys.stderr)
         return ExitCode.CONFIGURATION
-    except (DataError, TokenizerError) as error:
+    except (DataError, TokenizerError, curriculum.StateError, ContractError, OSError) as error:
         print(error, file=sys.stderr)
         return ExitCode.DATA
     sys.stdout.buffer.write(orjson.dumps(found, option=orjson.OPT_INDENT_2) + b"\n")

@@ -1,7 +1,6 @@
 """The data that the settings name: the tokenizer and the arms. No torch here.
 
-What may live here: the way from settings to text that is ready to draw from, and its description
-for a supervisor that checks a policy before it pauses anything.
+What may live here: the way from settings to text that is ready to draw from.
 
 Invariant: a path in the settings is absolute, so what is loaded does not depend on where the
 process was started.
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from supervisor import config
-from supervisor.contract import INT32_MAX, Json
+from supervisor.contract import INT32_MAX
 from trainer import corpus, tokenizer
 from trainer.corpus import Arm, DataError
 from trainer.tokenizer import Tokenizer, TokenizerError
@@ -57,29 +56,6 @@ def load_tokenizer(settings: config.Settings) -> Tokenizer:
             " model.vocabulary out or use the tokenizer that it was written for"
         )
     return ours
-
-
-def describe(settings: config.Settings) -> Json:
-    """What `load` finds, as JSON: per arm its documents, windows, tokens and digest; and how many
-    parameters the model has."""
-    data = load(settings)
-    assert data is not None, "nobody asked to give up"
-    return {
-        "tokenizer": {"rule": data.tokenizer.rule, "digest": data.tokenizer.digest},
-        "parameters": config.parameter_count(settings.model, data.tokenizer.vocabulary),
-        "policy_digest": config.policy_digest(settings),
-        "arms": {
-            name: {
-                "documents": arm.document_count,
-                "windows": arm.window_count,
-                "tokens": arm.token_count,
-                "heldout_documents": arm.heldout.document_count,
-                "heldout_windows": arm.heldout.window_count,
-                "corpus_digest": arm.digest,
-            }
-            for name, arm in data.arms.items()
-        },
-    }
 
 
 def _check_size(settings: config.Settings, ours: Tokenizer) -> None:

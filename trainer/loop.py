@@ -54,6 +54,7 @@ EXIT_CODES: Final[tuple[tuple[type[Exception], ExitCode, str], ...]] = (
     (config.ConfigError, ExitCode.CONFIGURATION, "configuration"),
     (device.DeviceError, ExitCode.CONFIGURATION, "configuration"),
     (curriculum.PolicyError, ExitCode.CONFIGURATION, "configuration"),
+    (curriculum.Infeasible, ExitCode.CONFIGURATION, "configuration"),
     (DataError, ExitCode.DATA, "data"),
     (TokenizerError, ExitCode.DATA, "data"),
     (StateMismatch, ExitCode.DATA, "data"),

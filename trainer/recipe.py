@@ -27,7 +27,7 @@ from supervisor import config, contract, curriculum
 from supervisor.config import Settings
 from supervisor.contract import Json, Manifest
 from supervisor.link import Life
-from trainer import checkpoint, device, model
+from trainer import checkpoint, device, model, plan
 from trainer.checkpoint import StateMismatch
 from trainer.data import Data
 from trainer.optimizer import AdamW
@@ -52,7 +52,8 @@ class Training:
 
     `detectors` remembers the last step that was audited, and evaluated; `best_evaluation` the
     first of the lowest held-out losses. `lineage` lists the ancestors of the run as (run id, last
-    step).
+    step). `retired`, by arm and digest of its text, is where arms were left that a pivot left: one
+    that comes back goes on from there.
     """
 
     settings: Settings
@@ -62,6 +63,7 @@ class Training:
     model: model.Decoder
     optimizer: AdamW
     samplers: dict[str, Sampler]
+    retired: dict[tuple[str, str], Sampler]
     curriculum: curriculum.State
     targets_seen: int
     detectors: dict[str, int]
@@ -80,7 +82,10 @@ class Training:
             self.best_evaluation = Evaluation(self.step, loss)
 
     def state(self) -> Json:
-        """Every component of contract.STATE_COMPONENTS, as JSON."""
+        """Every component of contract.STATE_COMPONENTS and STATE_LATER, as JSON."""
+        retired: dict[str, Json] = {}
+        for (name, digest), sampler in self.retired.items():
+            retired.setdefault(name, {})[digest] = sampler.state()
         return {
             "configuration": self.settings.tree(),
             "policy_digest": config.policy_digest(self.settings),
@@ -93,6 +98,7 @@ class Training:
                 }
                 for name, arm in self.data.arms.items()
             },
+            "retired": retired,
             "bandit": curriculum.to_json(self.curriculum),
             "rng": device.rng_state(self.place),
             "updates": self.optimizer.updates,
@@ -188,12 +194,8 @@ def fresh(settings: Settings, data: Data, place: torch.device, environment: Json
         model=decoder,
         optimizer=AdamW(decoder.flat),
         samplers=_samplers(settings, data),
-        curriculum=curriculum.create(
-            config.curriculum_policy(settings.policy),
-            seed=seed_for(seed, "curriculum"),
-            steps=settings.training.steps,
-            **_sources(settings, data),
-        ),
+        retired={},
+        curriculum=plan.begun(settings, data, seed_for(seed, "curriculum")),
         targets_seen=0,
         detectors={AUDITED: 0, EVALUATED: 0},
         best_evaluation=None,
@@ -215,7 +217,8 @@ def resumed(
     """The state that the checkpoint `manifest` in `directory` holds, exactly.
 
     Where it was written under an earlier epoch than `epoch`, a pivot lies between: the policy may
-    differ, the bandit begins anew, and arms that stay keep their cursors. All else runs through.
+    differ, the bandit begins anew, and arms that stay or come back, by name and text, keep their
+    cursors. All else runs through.
 
     Raises StateMismatch and its like (SamplerError, GeneratorError, curriculum.StateError), or
     CheckpointDamaged.
@@ -227,10 +230,7 @@ def resumed(
     decoder = model.build(shape, place, seed=None)
     checkpoint.load(directory, manifest, decoder.flat)
     decoder.assert_views()
-    samplers = _samplers(settings, data)
-    for name, sampler in samplers.items():
-        if not pivoted or name in state["arms"]:
-            sampler.restore(_part(state, "arms", name, "sampler"))
+    samplers, retired = _restored_samplers(settings, data, state)
     training = Training(
         settings=settings,
         data=data,
@@ -239,7 +239,8 @@ def resumed(
         model=decoder,
         optimizer=AdamW(decoder.flat, updates=manifest.step),
         samplers=samplers,
-        curriculum=_curriculum(settings, data, manifest, pivoted),
+        retired=retired,
+        curriculum=plan.continued(settings, data, manifest, pivoted=pivoted),
         targets_seen=state["targets_seen"],
         detectors=_detectors(manifest),
         best_evaluation=_best_evaluation(manifest),
@@ -250,40 +251,42 @@ def resumed(
     return training
 
 
-def _sources(settings: Settings, data: Data) -> dict[str, dict[str, Any]]:
-    """What the curriculum needs to know of the arms, by name; see `curriculum.create`."""
-    return {
-        "repetition": {name: arm.repetition for name, arm in data.arms.items()},
-        "fingerprints": {name: arm.digest for name, arm in data.arms.items()},
-        "round_pulls": {
-            name: math.ceil(arm.window_count / settings.training.batch_windows)
-            / settings.training.accumulate
-            for name, arm in data.arms.items()
-        },
-    }
-
-
 def _samplers(settings: Settings, data: Data) -> dict[str, Sampler]:
-    training = settings.training
-    return {
-        name: Sampler(name, arm.window_count, training.batch_windows, training.seed)
-        for name, arm in data.arms.items()
-    }
+    return {name: _sampler(settings, name, arm.window_count) for name, arm in data.arms.items()}
 
 
-def _curriculum(
-    settings: Settings, data: Data, manifest: Manifest, pivoted: bool
-) -> curriculum.State:
-    policy = config.curriculum_policy(settings.policy)
-    sources, steps = _sources(settings, data), settings.training.steps - manifest.step
-    if pivoted:
-        left = config.curriculum_policy(_recorded(manifest).policy)
-        old = curriculum.from_json(left, manifest.state["bandit"])
-        return curriculum.pivoted(old, policy, steps=steps, **sources)
-    state = curriculum.from_json(policy, manifest.state["bandit"])
-    if settings.training.steps == _recorded(manifest).training.steps:
-        return state
-    return curriculum.extended(state, sources["round_pulls"], steps)
+def _sampler(settings: Settings, arm: str, windows: int) -> Sampler:
+    return Sampler(arm, windows, settings.training.batch_windows, settings.training.seed)
+
+
+def _restored_samplers(
+    settings: Settings, data: Data, state: Json
+) -> tuple[dict[str, Sampler], dict[tuple[str, str], Sampler]]:
+    """Those of the configured arms, each where its text was left, at the beginning of a text that
+    is new to the run; and those of all others that the run has had."""
+    samplers, retired = _samplers(settings, data), {}
+    past = dict(_saved_samplers(state))
+    for name, sampler in samplers.items():
+        if (text := (name, data.arms[name].digest)) in past:
+            sampler.restore(past.pop(text))
+    for (name, digest), saved in past.items():
+        windows = saved.get("windows") if isinstance(saved, dict) else None
+        if not isinstance(windows, int) or isinstance(windows, bool) or windows < 1:
+            raise StateMismatch(f"retired arm {name}: {windows!r} windows, expected some")
+        retired[name, digest] = _sampler(settings, name, windows)
+        retired[name, digest].restore(saved)
+    return samplers, retired
+
+
+def _saved_samplers(state: Json) -> Iterator[tuple[tuple[str, str], Any]]:
+    for name, texts in state.get("retired", {}).items():
+        if not isinstance(texts, dict):
+            raise StateMismatch(f"retired arm {name}: {texts!r}, expected samplers by text")
+        for digest, saved in texts.items():
+            yield (name, digest), saved
+    for name in state["arms"]:
+        digest, saved = (_part(state, "arms", name, key) for key in ("corpus_digest", "sampler"))
+        yield (name, digest), saved
 
 
 def _detectors(manifest: Manifest) -> dict[str, int]:
@@ -331,7 +334,7 @@ def check_fits(
 ) -> None:
     """Raises StateMismatch, with both values of everything that differs, unless the checkpoint
     was written under these settings and with this tokenizer and data. After a pivot the policy
-    may differ, and arms may have come and gone."""
+    may differ, and arms may have come and gone, or have other text."""
     differences = [
         *_setting_differences(manifest, settings, pivoted),
         *_data_differences(manifest.state, data, pivoted),
@@ -340,7 +343,7 @@ def check_fits(
         listed = "\n  ".join(differences)
         raise StateMismatch(
             f"checkpoint {manifest.step} of attempt {manifest.attempt} does not fit:\n  {listed}\n"
-            "Put back what the run began with, or start another run"
+            "Put back what the run began with, pivot to other text, or start another run"
         )
 
 
@@ -376,6 +379,8 @@ def _data_differences(state: Json, data: Data, pivoted: bool) -> Iterator[str]:
         if name not in state["arms"]:
             continue
         digest, windows = (_part(state, "arms", name, key) for key in ("corpus_digest", "windows"))
+        if pivoted and digest != arm.digest:
+            continue  # other text makes it another arm, and the one of that name has left
         pairs += [
             (f"arm {name}: corpus digest", digest, arm.digest),
             (f"arm {name}: windows", windows, arm.window_count),
@@ -407,6 +412,12 @@ def check_counts(training: Training, epoch: int) -> None:
         if count.pulls != count.steps
     ]
     seed = seed_for(training.settings.training.seed, "curriculum")
+    known = {(arm.name, arm.fingerprint) for arm in training.curriculum.retired}
+    differences += [
+        f"retired arm {name} with text {digest}: the bandit knows of none"
+        for name, digest in training.retired
+        if (name, digest) not in known
+    ]
     if training.curriculum.seed != seed:
         differences.append(f"bandit seed: {training.curriculum.seed}, this run has {seed}")
     if differences:
