@@ -54,7 +54,8 @@ def describe(
     settings: Settings, data: Data, manifest: Manifest | None = None, epoch: int = 1
 ) -> Json:
     """The data, how many parameters the model has, and the curriculum that a life of `epoch` makes
-    of the data, from `manifest` on where there is one, as JSON. Raises what `begun` and `continued` raise."""
+    of the data, from `manifest` on where there is one, as JSON. Raises what `begun` and
+    `continued` raise."""
     if manifest is None:
         state = begun(settings, data)
     else:
