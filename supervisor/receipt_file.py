@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from supervisor.durable import RESERVE_BYTES, preallocate, read_range, write_all
+from supervisor.durable import RESERVE_BYTES, fsync_directory, preallocate, read_range, write_all
 
 RESERVE_AGAIN_SECONDS: Final = 5.0
 _BLOCK_BYTES: Final = 1024 * 1024
@@ -34,6 +34,7 @@ class ReceiptFile:
         self._size_bytes = 0
         self._synced_bytes = 0
         self._doubtful = False
+        self._named = False  # the directory was synced since the file was opened
         self._unwritten = b""
         self._reserved_end = 0
         self._reserve_at = 0.0
@@ -54,9 +55,13 @@ class ReceiptFile:
             self._unwritten = self._unwritten[written:]
 
     def sync(self) -> None:
-        """Makes every line durable. After a sync that failed the kernel may take for written what
-        is lost, so the same bytes are written once more before the next."""
+        """Makes every line durable, and the name of the file. After a sync that failed the kernel
+        may take for written what is lost, so the same bytes are written once more before the next.
+        """
         self.flush()
+        if not self._named:
+            fsync_directory(self.path.parent)
+            self._named = True
         if self._doubtful:
             self._write_again()
         self._doubtful = True  # until the sync has said otherwise

@@ -166,11 +166,12 @@ def test_a_second_life_of_one_attempt_appends(life: Life) -> None:
 def test_the_exit_record_is_the_last_line_and_durable(
     alone: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced: list[int] = []
+    synced: list[tuple[str, int]] = []
     real = os.fsync
 
     def fsync(descriptor: int) -> None:
-        synced.append(os.fstat(descriptor).st_size)
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        synced.append((name, alone.receipts_path.stat().st_size))
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -178,7 +179,8 @@ def test_the_exit_record_is_the_last_line_and_durable(
     alone.farewell("data", 41, 65, "the corpus has changed")
     parsed = contract.parse_receipt(alone.receipts_path.read_bytes().splitlines()[-1], "last")
     assert parsed == ExitLine("data", 41, 65, [], "the corpus has changed")
-    assert synced == [alone.receipts_path.stat().st_size]
+    size = alone.receipts_path.stat().st_size
+    assert synced == [(contract.RECEIPTS, size), (alone.receipts_path.name, size)]
 
 
 # --- a disk that refuses --------------------------------------------------------------------------
