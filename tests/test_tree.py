@@ -530,7 +530,7 @@ def test_a_kernel_that_says_nothing_of_locks_gets_a_careful_answer(
     directory: RunDirectory, family: tuple[child.Child, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _ = family
-    monkeypatch.setattr(proc, "_locks", lambda pid, fd: False)
+    monkeypatch.setattr(proc, "_locks", lambda pid, fd, place: False)
     assert proc.lock_holders(directory.trainer_lock) == ()
     monkeypatch.setattr(proc, "_kernel_tells_of_locks", lambda: False)
     assert proc.lock_holders(directory.trainer_lock) == (made.pid,)
