@@ -14,7 +14,17 @@ import pytest
 from runs_kit import DEADLINE_SECONDS, Run, kill, wait_for_end, wait_until
 from tree_kit import MECHANISMS, Leftovers, each_mechanism, run_of, zombies_of
 
-from supervisor import attendant, cgroup, child, contract, doctor, events as ev, proc, strays
+from supervisor import (
+    attendant,
+    cgroup,
+    child,
+    contract,
+    doctor,
+    events as ev,
+    orphans,
+    proc,
+    strays,
+)
 from supervisor.attendant import Attendant
 from supervisor.cgroup import Cgroup
 from supervisor.log import Log
@@ -388,6 +398,28 @@ while True:
 assert reaped == (orphan,), reaped
 assert orphans.reap() == ()
 """
+
+
+def test_an_owned_one_that_has_ended_hides_no_orphan() -> None:
+    """The kernel shows the eldest first; one that its owner forgot hid every orphan after it."""
+    owned = orphans.Owned(["/bin/true"])
+    wait_for_end(owned.pid)
+    later = [os.posix_spawn("/bin/true", ["true"], {}) for _ in range(3)]
+    for pid in later:
+        wait_for_end(pid)
+    assert set(orphans.reap()) == set(later)
+    assert owned.wait() == 0
+
+
+def test_what_nobody_holds_any_more_is_an_orphan_like_any_other() -> None:
+    dropped = orphans.Owned(["/bin/cat"], stdin=subprocess.PIPE)
+    pid, end = dropped.pid, dropped.stdin
+    assert end is not None
+    del dropped
+    assert orphans.reap() == ()
+    end.close()
+    wait_for_end(pid)
+    assert orphans.reap() == (pid,)
 
 
 def test_only_what_nobody_owns_is_reaped() -> None:
