@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -151,6 +152,32 @@ def test_a_zombie_counts_as_gone() -> None:
     assert proc.start_ticks(process.pid) is None
     process.wait()
     assert proc.start_ticks(process.pid) is None
+
+
+@pytest.mark.parametrize("fails", ["os.pidfd_open", "proc.start_ticks"])
+def test_a_trainer_that_cannot_be_watched_is_ended_before_its_start_has_failed(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """It trained on, unwatched, while the run said that it had not been started, and kept the lock
+    from those that came after it."""
+
+    def refuse(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    lock_fd = take_trainer_lock(directory)
+    assert lock_fd is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(f"supervisor.child.{fails}", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            child.spawn(
+                python(WAITS),
+                environment=os.environ,
+                home=directory.path,
+                log_path=directory.log(1),
+                lock_fd=lock_fd,
+            )
+    os.close(lock_fd)
+    assert proc.is_free(directory.trainer_lock)
 
 
 # --- identity -------------------------------------------------------------------------------------
