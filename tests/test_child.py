@@ -22,7 +22,8 @@ from supervisor.log import Log
 from supervisor.rundir import RunDirectory, take_trainer_lock
 from supervisor.tree import Tree
 
-NONCE = "0123456789abcdef"
+# Of this session alone: what carries it is killed, wherever on this machine it was started.
+NONCE = os.urandom(8).hex()
 WAITS = "import signal; print('up', flush=True); signal.pause()"
 DEAF = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True); signal.pause()"
 

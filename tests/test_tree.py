@@ -31,7 +31,8 @@ from supervisor.log import Log
 from supervisor.rundir import RunDirectory, lock_holder, take_trainer_lock
 from supervisor.tree import Member, Tree
 
-NONCE = "0123456789abcdef"
+# Of this session alone: what carries it is killed, wherever on this machine it was started.
+NONCE = os.urandom(8).hex()
 
 
 @pytest.fixture(params=MECHANISMS)
