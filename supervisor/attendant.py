@@ -92,6 +92,7 @@ class Attendant:
         if orphans:
             self._log.write(f"waited for {len(orphans)} orphans: {_listed(orphans)}")
         self._strays.press(now)
+        self._examiner.tend()
         if self.alive:
             self._witness.look(now)
 
@@ -155,6 +156,7 @@ class Attendant:
             )
         except OSError as error:
             if group is not None:
+                group.kill()
                 group.remove()
             return ev.SpawnFailed(time.monotonic(), str(error))
         finally:
@@ -209,7 +211,9 @@ class Attendant:
             self._log.write(f"evidence of a hang: {error}\n{words}")
 
     def kill(self) -> None:
-        """SIGKILL to the main process and to everything that is proven to belong to it."""
+        """SIGKILL to the main process and to everything that is proven to belong to it. A debugger
+        that still holds it would keep its death from us."""
+        self._examiner.end()
         if self._child is not None:
             self._child.send(signal.SIGKILL)
         self._tree.signal(signal.SIGKILL)

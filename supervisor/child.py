@@ -13,8 +13,10 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ from supervisor import contract, proc, tree
 from supervisor.cgroup import Cgroup
 from supervisor.events import AttemptSpawned, Holder
 from supervisor.orphans import Owned
+
+END_SECONDS: Final = 5.0
 
 # Between fork and exec, in a program of its own instead of a callback in a process with threads:
 # into the control group, if there is one; SIGUSR1 ignored, so that a request that comes too early
@@ -154,8 +158,22 @@ def spawn(
         )
     finally:
         os.close(log_fd)
-    pidfd = os.pidfd_open(process.pid)
-    return Child(process.pid, pidfd, proc.start_ticks(process.pid) or 0, process, unlogged)
+    with contextlib.ExitStack() as undo:
+        # One that nobody could watch must not train, and must not keep the lock.
+        undo.callback(_end, process)
+        pidfd = os.pidfd_open(process.pid)
+        undo.callback(os.close, pidfd)
+        made = Child(process.pid, pidfd, proc.start_ticks(process.pid) or 0, process, unlogged)
+        undo.pop_all()
+    return made
+
+
+def _end(process: Owned) -> None:
+    """SIGKILL to a child of ours that nobody has waited for, so that its number, and that of the
+    session which it leads, mean nothing else. Bounded: who has not ended then keeps the lock."""
+    os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_SECONDS)
 
 
 def _open_log(path: Path) -> tuple[int, str]:

@@ -195,7 +195,10 @@ class Gate:
 
     def _ask(self, now: float) -> Json | str | None:
         if self._question is None:
-            self._question = Question(now)
+            try:
+                self._question = Question(now)
+            except OSError as error:
+                return f"the driver cannot be asked: {error}"
         answer = self._question.answer(now)
         if answer is not None:
             self._question = None

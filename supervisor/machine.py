@@ -17,7 +17,7 @@ from typing import Final
 
 from supervisor import blame, events as ev, moves, pivoting, requests, saving, shortage, vigil
 from supervisor.causes import explain, judge
-from supervisor.state import PHASES, PLANNED, Impossible, Rules, State, Turn
+from supervisor.state import PHASES, PLANNED, Durable, Impossible, Rules, State, Turn
 
 Handler = Callable[[Turn, ev.Event], None]
 
@@ -120,12 +120,7 @@ def _selected(turn: Turn, event: ev.Event) -> None:
     elif moves.stop_wanted(turn):
         moves.end(turn, "stopped", "stopped as asked")
     elif event.step is None and durable.best_checkpoint and not turn.state.from_scratch:
-        reason = (
-            f"no valid checkpoint is left, though step {durable.best_checkpoint} was saved: look at"
-            " quarantine/, put a good pair back into checkpoints/, or begin again from step 0 with"
-            " --from-scratch"
-        )
-        moves.fail(turn, reason)
+        moves.fail(turn, _none_is_left(durable))
     elif moves.budget_spent(turn) and not turn.state.restart_ids:
         # An earlier life ended between the last death and its verdict, or the trainer says that
         # it has finished and the checkpoints say that it has not.
@@ -136,6 +131,22 @@ def _selected(turn: Turn, event: ev.Event) -> None:
         turn.do(ev.Select(ceiling=pivoting.ceiling(turn)))
     else:
         moves.clear(turn, event.step or 0)
+
+
+def _none_is_left(durable: Durable) -> str:
+    """Why there is nothing to begin with, and what to do."""
+    scratch = "or begin again from step 0 with --from-scratch"
+    if durable.set_aside:
+        steps = ", ".join(map(str, sorted(durable.set_aside)))
+        return (
+            f"no valid checkpoint is left but what killed those who began with it (step {steps})."
+            " It is still in checkpoints/: mend what made them die and start again, which tries it"
+            f" again, {scratch}"
+        )
+    return (
+        f"no valid checkpoint is left, though step {durable.best_checkpoint} was saved: look at"
+        f" quarantine/, put a good pair back into checkpoints/, {scratch}"
+    )
 
 
 def _cleared(turn: Turn, event: ev.Event) -> None:

@@ -5,29 +5,36 @@ somebody here waits for, from those of others, whose status nobody wants.
 
 Invariants:
 - A process that this one starts is an `Owned`. Its status belongs to whoever holds it; `reap` never
-  takes it.
+  takes it, and it hides nobody.
 - Processes are started and reaped by one thread, which lives as long as the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
 import weakref
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 class Owned(subprocess.Popen[bytes]):
-    """A child whose status its holder waits for."""
+    """A child whose status its holder waits for. Once nobody holds it any more, it is an orphan
+    like any other."""
 
     _all: ClassVar[weakref.WeakSet[Owned]] = weakref.WeakSet()
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._all.add(self)
+
+    def __del__(self) -> None:
+        # Not what it overrides: that would keep the object, until the next process is started.
+        self._all.discard(self)
 
 
 def become_subreaper() -> None:
@@ -40,21 +47,26 @@ def become_subreaper() -> None:
 
 
 def reap() -> tuple[int, ...]:
-    """Waits for every orphan that has ended; returns their pids. Never blocks.
-
-    It looks before it takes. The kernel shows the eldest first: an owned child that has ended hides
-    those behind it until its owner has waited for it, which is a matter of one turn of the loop, or
-    of the end of one death.
-    """
-    reaped: list[int] = []
+    """Waits for every orphan that has ended; returns their pids. Never blocks."""
     flags = os.WEXITED | os.WNOHANG
-    while True:
-        try:
-            ended = os.waitid(os.P_ALL, 0, flags | os.WNOWAIT)
-        except ChildProcessError:
-            return tuple(reaped)
-        owned = {one.pid for one in Owned._all if one.returncode is None}
-        if ended is None or ended.si_pid in owned:
-            return tuple(reaped)
-        os.waitid(os.P_PID, ended.si_pid, flags)
-        reaped.append(ended.si_pid)
+    try:
+        eldest = os.waitid(os.P_ALL, 0, flags | os.WNOWAIT)
+    except ChildProcessError:
+        return ()
+    if eldest is None:
+        return ()
+    owned = {one.pid for one in Owned._all if one.returncode is None}
+    # Whoever looks for any child is shown the eldest that has ended, and one that is owned may stay
+    # so for long: those behind it are looked at one by one.
+    orphans = {eldest.si_pid, *_children()} - owned
+    return tuple(pid for pid in sorted(orphans) if os.waitid(os.P_PID, pid, flags) is not None)
+
+
+def _children() -> list[int]:
+    """Our children, living and ended; none where this kernel does not list them."""
+    found: list[int] = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError):
+            children = Path(f"/proc/self/task/{thread}/children").read_text(encoding="ascii")
+            found.extend(map(int, children.split()))
+    return found

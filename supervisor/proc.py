@@ -6,12 +6,16 @@ and nothing is taken but the flock that a look tries and lets go at once.
 Invariants:
 - A process that has gone is an ordinary answer, never an error.
 - A zombie counts as gone: it holds nothing and runs nothing.
+- No file system is asked but that of the lock, and /proc: a dead file server under somebody else's
+  descriptor holds up nobody here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import re
 import struct
 import time
 from pathlib import Path
@@ -178,43 +182,69 @@ def is_free(lock: Path) -> bool:
 def lock_holders(path: Path) -> tuple[int, ...]:
     """Every process that has a flock on this file, by a descriptor of its own or an inherited one.
 
-    /proc/locks would be shorter, but it names who took the lock, who may be gone, and the device of
-    the file system, which is not the one that stat gives on overlayfs and btrfs. Where the kernel
+    /proc/locks would be shorter, but it names who took the lock, who may be gone. Where the kernel
     says nothing of locks (gVisor), whoever has the file open is taken for a holder.
+
+    A descriptor of somebody else is read about and never asked: what it stands for may be on a
+    file server that is gone, and whoever asks that one waits for ever. The name under which it was
+    opened, and then its locks, the kernel tells by itself.
     """
     try:
-        wanted = os.stat(path)
+        place = _place(path)
     except FileNotFoundError:
         return ()
-    place = wanted.st_dev, wanted.st_ino
-    opened = {pid: fds for pid in processes() if (fds := _descriptors_of(pid, place))}
-    locking = tuple(pid for pid, fds in opened.items() if any(_locks(pid, fd) for fd in fds))
-    return locking or (tuple(opened) if opened and not _kernel_tells_of_locks() else ())
+    opened = {pid: fds for pid in processes() if (fds := _opened_as(pid, path.name))}
+    locking = tuple(pid for pid, fds in opened.items() if any(_locks(pid, f, place) for f in fds))
+    if locking or not opened or _kernel_tells_of_locks():
+        return locking
+    whole = os.path.realpath(path)
+    return tuple(pid for pid, fds in opened.items() if whole in fds.values())
 
 
-def _descriptors_of(pid: int, place: tuple[int, int]) -> list[str]:
-    """The descriptors through which a process has this file open. Those of other users are not
-    visible and cannot hold a lock of ours: the run directory is owner-only."""
-    found = []
+def _place(path: Path) -> str:
+    """A file as the kernel names it in its lock: the device of its file system, which on overlayfs
+    and btrfs is not the one that stat gives, and the inode."""
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        stat = os.fstat(fd)
+        told = dict(re.findall(r"^(\w+):\s+(\d+)$", _fdinfo(os.getpid(), fd), re.MULTILINE))
+    finally:
+        os.close(fd)
+    major, minor = os.major(stat.st_dev), os.minor(stat.st_dev)
+    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+        mount, _, device, _ = line.split(" ", 3)
+        if mount == told.get("mnt_id"):
+            major, minor = map(int, device.split(":"))
+    return f"{major:02x}:{minor:02x}:{told.get('ino', stat.st_ino)}"
+
+
+def _opened_as(pid: int, name: str) -> dict[int, str]:
+    """The descriptors of a process that were opened under this file name, each with its whole path.
+    Those of other users are not visible and cannot hold a lock of ours: the run directory is
+    owner-only."""
+    found = {}
     try:
         for fd in os.listdir(f"/proc/{pid}/fd"):
-            try:
-                stat = os.stat(f"/proc/{pid}/fd/{fd}")
-            except OSError:
-                continue
-            if (stat.st_dev, stat.st_ino) == place:
-                found.append(fd)
+            with contextlib.suppress(FileNotFoundError):
+                target = os.readlink(f"/proc/{pid}/fd/{fd}")
+                if os.path.basename(target) == name:
+                    found[int(fd)] = target
     except _HIDDEN:
-        return []
+        return {}
     return found
 
 
-def _locks(pid: int, fd: str) -> bool:
+def _locks(pid: int, fd: int, place: str) -> bool:
+    """Whether a line says so: `lock: 1: FLOCK  ADVISORY  WRITE 4711 fe:00:1234 0 EOF`."""
+    lines = (line.split() for line in _fdinfo(pid, fd).splitlines())
+    return any(words[:1] == ["lock:"] and "FLOCK" in words and place in words for words in lines)
+
+
+def _fdinfo(pid: int, fd: int) -> str:
     try:
-        info = Path(f"/proc/{pid}/fdinfo/{fd}").read_text(encoding="ascii", errors="replace")
+        return Path(f"/proc/{pid}/fdinfo/{fd}").read_text(encoding="ascii", errors="replace")
     except _HIDDEN:
-        return False
-    return any(line.startswith("lock:") and "FLOCK" in line for line in info.splitlines())
+        return ""
 
 
 def _kernel_tells_of_locks() -> bool:

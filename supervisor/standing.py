@@ -5,11 +5,13 @@ stacks of its Python threads it writes itself, on SIGUSR2 (see `link`).
 
 Invariants:
 - Nothing here changes the trainer but for the moment that a debugger holds it.
-- A debugger is given a limited time, and nobody waits for it.
+- A debugger is given a limited time, and nobody waits for it. What it holds cannot die before it
+  does: whoever kills the trainer ends the debugger first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -73,10 +75,10 @@ class Examiner:
 
     def begin(self, pid: int, log_path: Path) -> None:
         """Raises OSError where no process can be started."""
+        self.tend()
         command = debugger(pid)
-        if command is None or self.busy():
+        if command is None or self._process is not None:
             return
-        self._until = time.monotonic() + DEBUGGER_SECONDS
         with log_path.open("ab") as log:
             self._process = Owned(
                 command,
@@ -85,22 +87,24 @@ class Examiner:
                 stderr=log,
                 start_new_session=True,
             )
+        self._until = time.monotonic() + DEBUGGER_SECONDS
 
-    def busy(self) -> bool:
-        """Whether one is at work; one that takes too long is killed, and not waited for."""
-        process = self._process
-        if process is None:
-            return False
-        if process.poll() is not None:
+    def tend(self) -> None:
+        """Called again and again: lets go of one that has ended, kills one that takes too long."""
+        if self._process is not None and self._process.poll() is not None:
             self._process = None
-            return False
-        if time.monotonic() >= self._until:
-            os.killpg(process.pid, signal.SIGKILL)
-        return True
+        elif time.monotonic() >= self._until:
+            self.end()
+
+    def end(self) -> None:
+        """SIGKILL to what is at work, which lets go of the trainer with that. Nobody waits."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        if self.busy():
-            assert self._process is not None
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(CLOSE_SECONDS)
+        """Ends it, and waits for that, but not for ever."""
+        self.end()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_SECONDS)
             self._process = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -428,7 +429,7 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
             if code == 0:
                 click.echo(text)
                 return 0
-            raise Refused(text or f"it ended with exit code {code}", ExitCode(code))
+            raise _ended(code, text)
         try:
             answer = client.ask(
                 directory, "status", id=client.new_request_id(), timeout_seconds=1.0
@@ -439,6 +440,15 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
             click.echo(f"supervisor {process.pid} owns {directory}; it prints to {output}")
             return 0
     raise Refused(f"no answer within {DETACH_SECONDS:g} s; look at {output}", ExitCode.DEADLINE)
+
+
+def _ended(code: int, text: str) -> Refused:
+    """A detached start that ended before it answered, and what it printed. An exit status that is
+    none of ours is our own fault: it was killed, or the interpreter failed."""
+    if code in {int(known) for known in ExitCode}:
+        return Refused(text or f"it ended with exit code {code}", ExitCode(code))
+    how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+    return Refused(f"{text}\nit ended with {how}".strip(), ExitCode.OURS)
 
 
 __all__ = ["ConfigError", "Refused", "Request", "detach", "resume_directory", "start_from_file"]

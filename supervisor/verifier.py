@@ -202,7 +202,7 @@ class Verifier:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_OTHERS)
         with theirs:
             try:
-                self._process = Owned(
+                process = Owned(
                     self._command,
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
@@ -213,9 +213,14 @@ class Verifier:
                 raise
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            self._pidfd = os.pidfd_open(process.pid)
+        except OSError:
+            process.kill()  # nobody waits for it; `reap` has it then
+            ours.close()
+            raise
         ours.setblocking(False)
-        self._socket = ours
-        self._pidfd = os.pidfd_open(self._process.pid)
+        self._process, self._socket = process, ours
         self._epoll.register(ours, select.EPOLLIN)
         self._epoll.register(self._pidfd, select.EPOLLIN)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import secrets
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs_kit import kill, wait_for_end, wait_until
@@ -20,7 +22,8 @@ from supervisor.log import Log
 from supervisor.rundir import RunDirectory, take_trainer_lock
 from supervisor.tree import Tree
 
-NONCE = secrets.token_hex(8)  # of no process that another test kills by it
+# Of this session alone: what carries it is killed, wherever on this machine it was started.
+NONCE = os.urandom(8).hex()
 WAITS = "import signal; print('up', flush=True); signal.pause()"
 DEAF = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True); signal.pause()"
 
@@ -150,6 +153,32 @@ def test_a_zombie_counts_as_gone() -> None:
     assert proc.start_ticks(process.pid) is None
     process.wait()
     assert proc.start_ticks(process.pid) is None
+
+
+@pytest.mark.parametrize("fails", ["os.pidfd_open", "proc.start_ticks"])
+def test_a_trainer_that_cannot_be_watched_is_ended_before_its_start_has_failed(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """It trained on, unwatched, while the run said that it had not been started, and kept the lock
+    from those that came after it."""
+
+    def refuse(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    lock_fd = take_trainer_lock(directory)
+    assert lock_fd is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(f"supervisor.child.{fails}", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            child.spawn(
+                python(WAITS),
+                environment=os.environ,
+                home=directory.path,
+                log_path=directory.log(1),
+                lock_fd=lock_fd,
+            )
+    os.close(lock_fd)
+    assert proc.is_free(directory.trainer_lock)
 
 
 # --- identity -------------------------------------------------------------------------------------
@@ -310,6 +339,49 @@ def test_who_only_reads_the_lock_file_does_not_hold_it(directory: RunDirectory) 
             assert is_dead(made)
             assert proc.lock_holders(directory.trainer_lock) == ()
             assert proc.is_free(directory.trainer_lock)
+
+
+def test_nobody_asks_the_file_server_behind_a_descriptor_of_somebody_else(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that hangs in a read of data on a file server that is gone: whoever asked what its
+    descriptors stand for would hang like it, and nobody would end it."""
+    asked = []
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(path: object, *arguments: Any, **options: Any) -> Any:
+            asked.extend(re.findall(r"^/proc/\d+/fd/.+", str(path)))
+            return call(path, *arguments, **options)
+
+        return called
+
+    lock = directory.trainer_lock
+    inherits = (
+        "import os, subprocess, sys;"
+        f"fd = int(os.environ[{contract.ENV_LOCK_FD!r}]);"
+        "heir = subprocess.Popen(['cat'], stdin=subprocess.PIPE, pass_fds=(fd,));"
+        "print('heir', heir.pid, flush=True); heir.wait()"
+    )
+    with spawned(directory, *python(inherits)) as made, open(lock, "rb") as file:
+        wait_for_output(directory, "heir")
+        heir = int(directory.log(1).read_text().split()[1])
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(file.fileno(),)):
+            monkeypatch.setattr(os, "stat", watched(os.stat))
+            monkeypatch.setattr(os, "open", watched(os.open))
+            assert set(proc.lock_holders(lock)) == {made.pid, heir}
+            assert asked == []
+            monkeypatch.undo()
+
+
+def test_a_lock_of_another_file_of_the_same_name_is_not_ours(
+    directory: RunDirectory, tmp_path: Path
+) -> None:
+    other = RunDirectory(tmp_path / "other", "other")
+    other.create()
+    directory.trainer_lock.touch()
+    with spawned(other, *python(WAITS)) as made:
+        assert proc.lock_holders(other.trainer_lock) == (made.pid,)
+        assert proc.lock_holders(directory.trainer_lock) == ()
 
 
 def test_a_lock_that_is_not_there_has_no_holders(tmp_path: Path) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 from checkpoint_kit import write_checkpoint
 from runs_kit import DEADLINE_SECONDS, Run, kill, wait_until
 
-from supervisor import checkpoints, cli, client, contract, view_commands
-from supervisor.contract import Json
+from supervisor import checkpoints, cli, client, contract, start, view_commands
+from supervisor.contract import ExitCode, Json
 
 ROOT = Path(__file__).parent.parent
 
@@ -381,6 +383,19 @@ def test_a_detached_start_returns_when_it_answers(run: Run, supervisor: Command)
     assert f"already supervised by process {pid}" in second.stderr
     assert supervisor("stop", str(run.directory)).code == 0
     wait_until(lambda: supervisor("status", str(run.directory)).code == 3, "its end")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(-9, "signal 9 (Killed)"), (-60, "signal 60"), (120, "exit code 120")]
+)
+def test_a_detached_start_that_is_killed_says_by_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, words: str
+) -> None:
+    ended = SimpleNamespace(poll=lambda: code)
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: ended)
+    with pytest.raises(start.Refused, match=re.escape(words)) as refused:
+        start.detach(["start"], tmp_path / "run")
+    assert refused.value.code == ExitCode.OURS
 
 
 def test_a_detached_start_of_a_finished_run_says_so(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import json
 import os
@@ -233,6 +234,21 @@ def test_a_driver_that_does_not_answer_is_given_up(driver: Driver, says: Json, n
     assert gate.is_open((41,), 100.0 + devices.QUESTION_SECONDS)
     assert note in gate.note
     question._process.wait()
+
+
+def test_a_driver_that_nobody_can_be_started_to_ask_is_given_up(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is short of processes, or of memory, for a moment."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(devices, "Owned", refuse)
+    gate = Gate()
+    assert gate.measured(0.0)
+    assert gate.is_open((41,), 100.0)
+    assert "cannot be asked: [Errno 11] Resource temporarily unavailable" in gate.note
 
 
 def test_a_gate_that_is_closed_leaves_no_question_behind(driver: Driver) -> None:

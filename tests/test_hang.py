@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from runs_kit import Run, kill, wait_until
 
 from benchmarks import hangs
 from supervisor import standing
+from supervisor.attendant import Attendant
+from supervisor.log import Log
+from supervisor.rundir import RunDirectory
 
 
 @pytest.fixture
@@ -195,6 +199,11 @@ def test_a_process_that_has_gone_has_no_threads() -> None:
     assert standing.of(2**22 + 1).splitlines()[1:] == ["gone"]
 
 
+def is_idle(examiner: standing.Examiner) -> bool:
+    examiner.tend()
+    return examiner._process is None
+
+
 def test_a_debugger_is_used_where_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +215,7 @@ def test_a_debugger_is_used_where_there_is_one(
     log = tmp_path / "attempt.log"
     examiner = standing.Examiner()
     examiner.begin(7, log)
-    wait_until(lambda: not examiner.busy(), "the end of the debugger")
+    wait_until(lambda: is_idle(examiner), "the end of the debugger")
     assert log.read_text() == "stacks of 7\n"
 
 
@@ -222,9 +231,63 @@ def test_a_debugger_that_takes_too_long_is_killed(
     examiner.begin(os.getpid(), tmp_path / "log")
     process = examiner._process
     assert process is not None
-    wait_until(lambda: not examiner.busy(), "its end")
+    wait_until(lambda: is_idle(examiner), "its end")
     assert process.returncode == -signal.SIGKILL
     examiner.close()
+
+
+# It stops the process, as a debugger does that reads many symbols, and never comes to an end.
+HOLDS = f"""#!{sys.executable} -S
+import ctypes, signal, sys
+ctypes.CDLL(None).ptrace(16, int(sys.argv[-1]), 0, 0)
+print("the debugger holds it", flush=True)
+signal.pause()
+"""
+
+
+def holding_debugger(home: Path) -> str:
+    """A PATH on which it is found first."""
+    program = home / "bin" / "py-spy"
+    program.parent.mkdir()
+    program.write_text(HOLDS)
+    program.chmod(0o755)
+    return f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_a_debugger_that_still_holds_the_trainer_keeps_no_hang_from_its_end(run: Run) -> None:
+    """Whoever is traced is not seen dead by its parent before the tracer has let go: the run was
+    stuck on a hang that it could have resumed from."""
+    run.environment["PATH"] = holding_debugger(run.home)
+    run.set("hang", evidence_seconds=2.0)
+    run.set("stop", kill_seconds=6.0)
+    run.faults = "block@15#1"
+    assert run.finish() == 0
+    assert len(hung(run)) == 1
+    assert "the debugger holds it" in log_of(run)
+    run.assert_exact(30)
+
+
+def test_a_debugger_is_looked_after_without_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", holding_debugger(tmp_path))
+    monkeypatch.setattr(standing, "DEBUGGER_SECONDS", 0.0)
+    directory = RunDirectory(tmp_path / "run", "run")
+    directory.create()
+    log = Log(directory.supervisor_log)
+    attending = Attendant(directory, log)
+    attending._examiner.begin(2**22 + 1, directory.log(1))
+    process = attending._examiner._process
+    assert process is not None
+
+    def has_ended() -> bool:
+        attending.tend(0.0)
+        return process.returncode is not None
+
+    wait_until(has_ended, "the end of its time")
+    assert process.returncode == -signal.SIGKILL
+    attending.close()
+    log.close()
 
 
 # --- the measurement ------------------------------------------------------------------------------

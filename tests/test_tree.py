@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -15,14 +14,25 @@ import pytest
 from runs_kit import DEADLINE_SECONDS, Run, kill, wait_for_end, wait_until
 from tree_kit import MECHANISMS, Leftovers, each_mechanism, run_of, zombies_of
 
-from supervisor import attendant, cgroup, child, contract, doctor, events as ev, proc, strays
+from supervisor import (
+    attendant,
+    cgroup,
+    child,
+    contract,
+    doctor,
+    events as ev,
+    orphans,
+    proc,
+    strays,
+)
 from supervisor.attendant import Attendant
 from supervisor.cgroup import Cgroup
 from supervisor.log import Log
 from supervisor.rundir import RunDirectory, lock_holder, take_trainer_lock
 from supervisor.tree import Member, Tree
 
-NONCE = secrets.token_hex(8)  # of no process that another test kills by it
+# Of this session alone: what carries it is killed, wherever on this machine it was started.
+NONCE = os.urandom(8).hex()
 
 
 @pytest.fixture(params=MECHANISMS)
@@ -391,6 +401,28 @@ assert orphans.reap() == ()
 """
 
 
+def test_an_owned_one_that_has_ended_hides_no_orphan() -> None:
+    """The kernel shows the eldest first; one that its owner forgot hid every orphan after it."""
+    owned = orphans.Owned(["/bin/true"])
+    wait_for_end(owned.pid)
+    later = [os.posix_spawn("/bin/true", ["true"], {}) for _ in range(3)]
+    for pid in later:
+        wait_for_end(pid)
+    assert set(orphans.reap()) == set(later)
+    assert owned.wait() == 0
+
+
+def test_what_nobody_holds_any_more_is_an_orphan_like_any_other() -> None:
+    dropped = orphans.Owned(["/bin/cat"], stdin=subprocess.PIPE)
+    pid, end = dropped.pid, dropped.stdin
+    assert end is not None
+    del dropped
+    assert orphans.reap() == ()
+    end.close()
+    wait_for_end(pid)
+    assert orphans.reap() == (pid,)
+
+
 def test_only_what_nobody_owns_is_reaped() -> None:
     done = subprocess.run([sys.executable, "-c", REAPS], timeout=DEADLINE_SECONDS, check=False)
     assert done.returncode == 0
@@ -531,7 +563,7 @@ def test_a_kernel_that_says_nothing_of_locks_gets_a_careful_answer(
     directory: RunDirectory, family: tuple[child.Child, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _ = family
-    monkeypatch.setattr(proc, "_locks", lambda pid, fd: False)
+    monkeypatch.setattr(proc, "_locks", lambda pid, fd, place: False)
     assert proc.lock_holders(directory.trainer_lock) == ()
     monkeypatch.setattr(proc, "_kernel_tells_of_locks", lambda: False)
     assert proc.lock_holders(directory.trainer_lock) == (made.pid,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
@@ -16,8 +17,9 @@ from typing import Any
 import orjson
 import pytest
 from checkpoint_kit import NONCE, RUN_ID, flip_bit, write_checkpoint
+from runs_kit import wait_until
 
-from supervisor import events as ev, housekeeping
+from supervisor import events as ev, housekeeping, orphans
 from supervisor.checkpoint_requests import Requests
 from supervisor.contract import INT32_MAX, Json, checkpoint_size_bytes, temporary_name
 from supervisor.housekeeping import HelperFailed, Housekeeper
@@ -583,6 +585,30 @@ def with_code(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
         return real([sys.executable, "-c", code], **options)
 
     monkeypatch.setattr("supervisor.verifier.Owned", popen)
+
+
+def test_a_helper_that_cannot_be_watched_counts_as_not_started(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verifier = Verifier(run)
+    kill(verifier.pid)
+    verifier.receive()
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pidfd_open", out_of_descriptors)
+        verifier.submit(SELECT)
+        (refused,) = verifier.receive()
+    assert "no verifier can be started: [Errno 24]" in refused.error
+    assert verifier.pid is None
+    assert os.listdir("/proc/self/fd") == before
+    verifier.submit(SELECT)
+    assert [reply.ok for reply in replies(verifier, 1)] == [True]
+    verifier.close()
+    wait_until(orphans.reap, "the end of the one that was killed")
+
+
+def out_of_descriptors(pid: int) -> int:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def test_where_no_helper_can_be_started_each_request_fails_without_leftovers(

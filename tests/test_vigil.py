@@ -282,6 +282,17 @@ def test_when_it_is_made_again_it_is_a_checkpoint_like_any_other() -> None:
     assert 200 in case.state.durable.on_disk
 
 
+def test_a_run_whose_last_checkpoint_is_set_aside_says_that_a_start_tries_it_again() -> None:
+    case = Case(*SAVED, ev.CheckpointSetAside(200, "x"), rules=HASTY)
+    case.open(None)
+    case.feed(ev.Merged, 200)
+    case.select(None)
+    assert "step 200" in case.state.why
+    assert "still in checkpoints/" in case.state.why
+    assert "start again, which tries it again" in case.state.why
+    assert "quarantine" not in case.state.why
+
+
 def test_the_operators_start_gives_it_another_chance() -> None:
     case = Case(*SAVED, ev.CheckpointSetAside(200, "x"), rules=HASTY)
     case.open("run")
