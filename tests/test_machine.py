@@ -1000,10 +1000,10 @@ def test_the_message_of_a_death_is_the_most_telling_one() -> None:
     line = ExitLine("error", 3, 1, [], "from the exit line")
     case = Case().to_running()
     case.die(1, line=line, message="the last line printed")
-    assert case.state.durable.last_exit.message == "the last line printed"  # type: ignore[union-attr]
-    case = Case().to_running()
-    case.die(1, line=line)
     assert case.state.durable.last_exit.message == "from the exit line"  # type: ignore[union-attr]
+    case = Case().to_running()
+    case.die(1, message="the last line printed")
+    assert case.state.durable.last_exit.message == "the last line printed"  # type: ignore[union-attr]
 
 
 def test_what_an_attempt_verified_is_added_once() -> None:
