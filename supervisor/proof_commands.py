@@ -145,6 +145,11 @@ def history(
     _check_output(output, directory.path)
     try:
         found = exports.History(directory.ledger)
+    except FileNotFoundError:
+        return complain(f"{directory.ledger}: not there", ExitCode.FAILED)
+    except LedgerDamaged as damage:
+        return complain(str(damage), ExitCode.FAILED)
+    try:
         entries = exports.between(found.raw() if raw else found.canonical(), first, last)
         thinned = exports.thin(entries, every) if every > 1 else entries
         with _opened(output) as out:
@@ -152,17 +157,15 @@ def history(
             out.flush()
     except LedgerDamaged as damage:
         return complain(str(damage), ExitCode.FAILED)
-    except FileNotFoundError as error:
-        return complain(f"{error.filename}: not there", ExitCode.FAILED)
     if found.torn:
         complain(f"{directory.ledger}: a torn row at its end was left out", ExitCode.OK)
     return int(ExitCode.OK)
 
 
 def _opened(output: Path | None) -> AbstractContextManager[BinaryIO]:
-    from supervisor.history import replacing
+    from supervisor.output_file import writing
 
-    return nullcontext(sys.stdout.buffer) if output is None else replacing(output)
+    return nullcontext(sys.stdout.buffer) if output is None else writing(output)
 
 
 def _check_output(output: Path | None, run: Path) -> None:

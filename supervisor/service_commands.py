@@ -46,7 +46,7 @@ def unit(
     (paths, devices, threads, settings) are written down as they are now.
     """
     from supervisor import config
-    from supervisor.durable import replace_file
+    from supervisor.output_file import writing
     from supervisor.unit import Service, Unwritable, choose_environment, render
 
     if run is not None and config_path is not None:
@@ -77,7 +77,8 @@ def unit(
             )
         )
         if output is not None:
-            replace_file(output, text.encode(), 0o644)
+            with writing(Path(output)) as file_out:
+                file_out.write(text.encode())
     except (config.ConfigError, Unwritable) as error:
         return complain(str(error), ExitCode.USAGE)
     except OSError as error:
