@@ -28,7 +28,7 @@ from pydantic.fields import FieldInfo
 
 from supervisor.changes import Change, Comparison, accept, compare
 from supervisor.contract import INT32_MAX, ContractError, Json, canonical, digest
-from supervisor.foreign import check_depth
+from supervisor.foreign import OperatorError, check_depth
 from supervisor.schema import (
     BYTES_VOCABULARY,
     PRESETS,
@@ -92,7 +92,7 @@ class Problem:
         return f"{self.file}: {self.key}{shown}: expected {self.expected}"
 
 
-class ConfigError(ValueError):
+class ConfigError(OperatorError):
     """The operator's configuration is wrong; its text has one line for each of `problems`."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:

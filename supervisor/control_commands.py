@@ -48,14 +48,16 @@ def start(
     70 our own fault, 130 forced.
     """
     from supervisor import start as starting
+    from supervisor.output import forgiving
 
     request = starting.Request(None if as_recorded else "run", "", from_scratch)
     try:
-        if detach:
-            settings = starting.config.load(config_path, overrides, os.environ)
-            arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
-            return starting.detach(arguments, Path(settings.run.directory))
-        return starting.start_from_file(config_path, overrides, os.environ, request)
+        with forgiving("stdout"):  # the exit code is the run's, whoever reads
+            if detach:
+                settings = starting.config.load(config_path, overrides, os.environ)
+                arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
+                return starting.detach(arguments, Path(settings.run.directory))
+            return starting.start_from_file(config_path, overrides, os.environ, request)
     except starting.Refused as refusal:
         return complain(str(refusal), refusal.code)
     except starting.ConfigError as error:

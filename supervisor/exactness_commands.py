@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 @click.option("--from", "start", type=int, required=True, help="A checkpoint; 0 is the beginning.")
 @click.option("--to", "stop", type=int, default=None, help="Default: the last recorded step.")
 @click.option(
-    "--scratch", type=click.Path(), default=None, help="Where to work; default: beside the run."
+    "--scratch",
+    type=click.Path(exists=True, file_okay=False),
+    default=None,
+    help="Where to work; default: beside the run.",
 )
 @json_option
 def replay(

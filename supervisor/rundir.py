@@ -16,6 +16,7 @@ import os
 import platform
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -242,17 +243,25 @@ def find_run(named: str | None, root: Path) -> Path:
     return max(runs, key=_last_sign_of_life)
 
 
-def list_runs(root: Path) -> list[Path]:
+def list_runs(root: Path, tell: Callable[[OSError], None] = lambda error: None) -> list[Path]:
+    """The runs below `root`, by name. `tell` hears of each directory that cannot be looked into."""
     if not root.is_dir():
         return []
-    return sorted(path for path in root.iterdir() if (path / contract.JOURNAL_FILE).is_file())
+    found = []
+    for path in sorted(root.iterdir()):
+        try:
+            if (path / contract.JOURNAL_FILE).is_file():
+                found.append(path)
+        except OSError as error:
+            tell(error)
+    return found
 
 
 def _last_sign_of_life(path: Path) -> tuple[bool, float]:
-    status = path / contract.STATUS_FILE
-    when = (
-        status.stat().st_mtime
-        if status.exists()
-        else (path / contract.JOURNAL_FILE).stat().st_mtime
-    )
-    return lock_holder(path / contract.LOCK_FILE) is not None, when
+    """Whether it lives, and when it last said so: the least of all where that cannot be seen."""
+    status, journal = path / contract.STATUS_FILE, path / contract.JOURNAL_FILE
+    try:
+        when = (status if status.exists() else journal).stat().st_mtime
+        return lock_holder(path / contract.LOCK_FILE) is not None, when
+    except OSError:
+        return False, 0.0

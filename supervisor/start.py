@@ -33,6 +33,7 @@ from supervisor.daemon import Daemon
 from supervisor.durable import size_of
 from supervisor.journal import JournalDamaged, read
 from supervisor.options import Begin, Options
+from supervisor.output import forgiving
 from supervisor.parentage import deaf_parent
 from supervisor.patience import Limits
 from supervisor.progress import Reporter, number
@@ -90,7 +91,8 @@ def resume_directory(directory: Path, environment: Mapping[str, str], request: R
         settings = _on_record(_journalled(place), place)
     recorded = settings.tree()
     recorded["run"]["directory"] = str(directory.resolve())
-    return _supervise(config.parse(recorded, str(place.run_file)), environment, request)
+    with forgiving("stdout"):
+        return _supervise(config.parse(recorded, str(place.run_file)), environment, request)
 
 
 def _supervise(settings: Settings, environment: Mapping[str, str], request: Request) -> int:
@@ -118,7 +120,7 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         if words := deaf_parent(environment):
             daemon.log.write(words)
             reporter.say(f"warning: {words}")
-        code = daemon.run(begin)
+        code = _live(daemon, begin, directory.path)
         signals.retire()
         reporter.close()
         if code == ExitCode.OK and request.pivot is None:
@@ -134,6 +136,21 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
             os.close(lock_fd)
         manager.close()
         signals.close()
+
+
+class LifeBroken(Exception):
+    """The machine failed a life that was under way: not the operator's mistake, and to be tried
+    again by whoever starts us."""
+
+
+def _live(daemon: Daemon, begin: Begin, place: Path) -> int:
+    try:
+        return daemon.run(begin)
+    except PermissionError as error:  # no other life would fare better
+        name = str(error.filename or "")
+        raise PermissionError(error.errno, error.strerror, str(place / name)) from error
+    except OSError as error:
+        raise LifeBroken(f"the life of the supervisor ended: {error}") from error
 
 
 def _allow_many_clients() -> None:

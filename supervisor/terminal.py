@@ -8,13 +8,27 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import click
 
 RUNS_VARIABLE: Final = "SUPERVISOR_RUNS"
 
 Command = Callable[..., Any]
+
+
+OUTPUT_CLOSED: Final = 141  # 128 + SIGPIPE, as a shell says it of other programs
+OUTPUT_FAILED: Final = 74  # EX_IOERR: the output, or a file, on a disk that is full or broken
+
+
+def mute(stream: TextIO) -> None:
+    """Drops what a stream could not write, so that it does not fail again when Python ends."""
+    try:
+        stream.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 def complain(text: str, code: int) -> int:

@@ -116,11 +116,15 @@ def status_text(status: Json, code: int) -> str:
 def list_command(as_json: bool) -> int:
     """All runs in runs/."""
     from supervisor import status as view
-    from supervisor.rundir import list_runs
+    from supervisor.rundir import RunError, list_runs
 
     rows = []
-    for path in list_runs(runs()):
-        found, code = view.observe(path)
+    for path in list_runs(runs(), _left_out):
+        try:
+            found, code = view.observe(path)
+        except (OSError, RunError) as error:
+            _left_out(error)
+            continue
         rows.append(
             {
                 "run": path.name,
@@ -142,6 +146,11 @@ def list_command(as_json: bool) -> int:
             f" step {row['step']}/{row['target_step']}  loss {row['loss']}"
         )
     return 0
+
+
+def _left_out(error: Exception) -> None:
+    words = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    complain(f"left out: {words}", 0)
 
 
 @click.command()

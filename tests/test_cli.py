@@ -202,7 +202,7 @@ def test_a_reader_that_goes_away_gets_no_traceback(stopped: Run) -> None:
     os.close(reader)
     os.close(writer)
     _, errors = process.communicate(timeout=DEADLINE_SECONDS)
-    assert (process.returncode, errors) == (1, b"")
+    assert (process.returncode, errors) == (141, b"")
 
 
 def test_following_a_log_ends_with_ctrl_c_and_leaves_the_run_alone(run: Run) -> None:

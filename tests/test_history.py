@@ -363,4 +363,4 @@ def test_a_reader_that_goes_away_gets_no_traceback(finished: Run) -> None:
         process.stdout.close()
         assert process.stderr is not None
         assert process.stderr.read() == b""
-    assert process.returncode in (0, 1)
+    assert process.returncode in (0, 141)
