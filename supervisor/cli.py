@@ -110,7 +110,8 @@ Examples:
 
 SIGTERM to the trainer means: finish the step, save, exit. SIGUSR1 means: save and carry on
 (some other tools save and leave on SIGUSR1; this one stays).
-A RUN is a name in runs/ or a run directory; without one, the run that ran last.""",
+A RUN is a name in runs/ or a run directory; without one, the run that ran last.
+SUPERVISOR_RUNS=DIRECTORY in the environment stands for another place than runs/.""",
 )
 @click.version_option(__version__, prog_name="supervisor")
 def cli() -> None:

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from supervisor.changes import Change, Comparison, accept, compare
-from supervisor.contract import INT32_MAX, ContractError, Json, canonical, digest
+from supervisor.contract import INT32_MAX, ContractError, Json, canonical, digest, runs_directory
 from supervisor.foreign import OperatorError, check_depth
 from supervisor.schema import (
     BYTES_VOCABULARY,
@@ -110,7 +110,8 @@ def load(
 ) -> Settings:
     """The settings of a file under `environment` and `overrides` ("training.steps=800").
 
-    Values of both are TOML; what is not TOML is text. A run without a name takes that of the file.
+    Values of both are TOML; what is not TOML is text. A run without a name takes that of the file,
+    one without a directory lives under its name where runs are.
     Raises ConfigError with every mistake found.
     """
     file = Path(path)
@@ -124,7 +125,9 @@ def load(
     for layer in layers.values():
         tree = _merge(tree, layer)
     if isinstance(tree.setdefault("run", {}), dict):
-        tree["run"] = {"name": file.stem} | tree["run"]
+        named = {"name": file.stem} | tree["run"]
+        place = os.path.join(runs_directory(environment or {}), str(named["name"]))
+        tree["run"] = {"directory": place} | named
 
     settings, mistakes = _validate(tree)
     sources = {"flag": "--set", "environment": "environment"}

@@ -12,7 +12,7 @@ from typing import Any, Final, TextIO
 
 import click
 
-RUNS_VARIABLE: Final = "SUPERVISOR_RUNS"
+from supervisor.contract import runs_directory
 
 Command = Callable[..., Any]
 
@@ -38,7 +38,7 @@ def complain(text: str, code: int) -> int:
 
 
 def runs() -> Path:
-    return Path(os.environ.get(RUNS_VARIABLE, "runs"))
+    return Path(runs_directory(os.environ))
 
 
 def find(run: str | None) -> Path:

@@ -114,7 +114,7 @@ def status_text(status: Json, code: int) -> str:
 @click.command(name="list")
 @json_option
 def list_command(as_json: bool) -> int:
-    """All runs in runs/."""
+    """All runs in runs/, or where SUPERVISOR_RUNS says."""
     from supervisor import status as view
     from supervisor.rundir import RunError, list_runs
 

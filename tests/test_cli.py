@@ -275,6 +275,25 @@ def test_a_refusal_is_an_answer(
         assert (done.code, done.err) == (1, "supervisor: refused: not today\n")
 
 
+def test_the_place_of_runs_is_the_same_for_all_commands(run: Run, supervisor: Command) -> None:
+    """Also where neither file nor flag says where a run lives, and for the trainer alone."""
+    del run.settings["run"]["directory"]
+    run.write_config()
+    assert run.finish() == 0
+    assert (run.home / "run" / "journal.jsonl").is_file()
+    assert run.supervisor("list").stdout.startswith("run ")
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", "generate", "nowhere", "--prompt", "x"],
+        env=run.variables(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert str(run.home / "nowhere") in done.stderr
+    assert "SUPERVISOR_RUNS" in supervisor("--help").out
+
+
 # --- start ----------------------------------------------------------------------------------------
 
 
