@@ -26,8 +26,16 @@ if TYPE_CHECKING:
 
 @click.command()
 @run_argument
-@click.option("--from", "start", type=int, required=True, help="A checkpoint; 0 is the beginning.")
-@click.option("--to", "stop", type=int, default=None, help="Default: the last recorded step.")
+@click.option(
+    "--from",
+    "start",
+    type=click.IntRange(0),
+    required=True,
+    help="A checkpoint; 0 is the beginning.",
+)
+@click.option(
+    "--to", "stop", type=click.IntRange(1), default=None, help="Default: the last recorded step."
+)
 @click.option(
     "--scratch",
     type=click.Path(exists=True, file_okay=False),
@@ -110,7 +118,9 @@ def _report_text(report: Report) -> str:
 
 @click.command()
 @click.argument("names", nargs=-1, required=True, metavar="[RUN] NEWRUN")
-@click.option("--at-step", "step", type=int, required=True, help="A checkpoint of the run.")
+@click.option(
+    "--at-step", "step", type=click.IntRange(0), required=True, help="A checkpoint of the run."
+)
 @json_option
 def fork(names: tuple[str, ...], step: int, as_json: bool) -> int:
     """Make a new run from a checkpoint of another; start it with the command that is printed.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +22,9 @@ from supervisor.terminal import (
     run_argument,
     timeout_option,
 )
+
+if TYPE_CHECKING:
+    from supervisor.pivot import Proposal
 
 
 @click.command()
@@ -56,8 +59,18 @@ def pivot(
 
 @click.command()
 @run_argument
-@click.option("--to-step", type=int, required=True, help="A checkpoint that the run still has.")
-@click.option("--policy", "policy_file", type=click.Path(), help="A new policy; else the old one.")
+@click.option(
+    "--to-step",
+    type=click.IntRange(0),
+    required=True,
+    help="A checkpoint that the run still has.",
+)
+@click.option(
+    "--policy",
+    "policy_file",
+    type=click.Path(),
+    help="A new policy; else the one that ruled at that step.",
+)
 @click.option("--dry-run", is_flag=True, help="Check and show the difference; change nothing.")
 @click.option("--reason", default="", help="Goes on record with the rollback.")
 @timeout_option(3600.0)
@@ -105,10 +118,13 @@ def _pivot(
         return complain(str(refusal), ExitCode.USAGE)
     except OSError as error:
         return complain(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
+    if dry_run and as_json:
+        print_json(_plan(proposal))
+        return 0
     for change in proposal.changes:
         click.echo(f"  {change}", err=as_json)
     if dry_run:
-        click.echo("checked; nothing was changed", err=as_json)
+        click.echo("checked; nothing was changed")
         return 0
     id = request_id or client.new_request_id()
     try:
@@ -124,6 +140,16 @@ def _pivot(
     _show_result(id, answer.result, as_json)
     # Committed, and yet the new trainer never was ready.
     return complain(answer.why, ExitCode.FAILED) if answer.why else 0
+
+
+def _plan(proposal: Proposal) -> Json:
+    """What a request would say and change; `epoch` is the one that it was checked against."""
+    asked = ("at", "epoch", "parent", "to_step", "policy_digest", "reason")
+    return {
+        "schema_version": 1,
+        **{name: proposal.content[name] for name in asked},
+        "changes": [change._asdict() for change in proposal.changes],
+    }
 
 
 def _show_result(id: str, result: Json, as_json: bool) -> None:
@@ -177,7 +203,9 @@ def policy() -> None:
 
 @policy.command(name="show")
 @run_argument
-@click.option("--epoch", type=int, default=None, help="Which one; the ruling one by default.")
+@click.option(
+    "--epoch", type=click.IntRange(1), default=None, help="Which one; the ruling one by default."
+)
 @json_option
 def policy_show(run: str | None, epoch: int | None, as_json: bool) -> int:
     """The policy of an epoch, as submitted, and how it came to rule."""
@@ -217,7 +245,13 @@ def policy_diff(policy_file: str, run: str | None) -> int:
 @policy.command(name="check")
 @click.argument("policy_file", type=click.Path())
 @run_argument
-@click.option("--pulls", type=int, default=1000, show_default=True, help="How many to simulate.")
+@click.option(
+    "--pulls",
+    type=click.IntRange(1, 1_000_000),
+    default=1000,
+    show_default=True,
+    help="How many to simulate.",
+)
 @json_option
 def policy_check(policy_file: str, run: str | None, pulls: int, as_json: bool) -> int:
     """Bounds and data of a policy file, and the picks that it would make."""

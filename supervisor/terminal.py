@@ -5,6 +5,7 @@ What may live here: click decorators and small printers. Nothing heavy: every co
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -63,11 +64,23 @@ def json_option(function: Command) -> Command:
     )
 
 
+class Seconds(click.FloatRange):
+    """How long to wait; "nan" is a float too, and no deadline."""
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        seconds = super().convert(value, parameter, context)
+        if math.isnan(seconds):
+            self.fail(f"{value} is no number of seconds.", parameter, context)
+        return seconds
+
+
 def timeout_option(seconds: float) -> Callable[[Command], Command]:
     return click.option(
         "--timeout",
         "timeout_seconds",
-        type=float,
+        type=Seconds(min=0),
         default=seconds,
         show_default=True,
         help="Seconds to wait for the reply; exit code 124 when they pass.",

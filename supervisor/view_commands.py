@@ -167,7 +167,9 @@ def _left_out(error: Exception) -> None:
     is_flag=True,
     help="Follow, also into the next attempt; Ctrl-C leaves the run alone.",
 )
-@click.option("--attempt", type=int, default=None, help="Which attempt; the newest by default.")
+@click.option(
+    "--attempt", type=click.IntRange(1), default=None, help="Which attempt; the newest by default."
+)
 @click.option("--supervisor", "own", is_flag=True, help="The supervisor's own log instead.")
 def logs(run: str | None, lines: int, follow: bool, attempt: int | None, own: bool) -> int:
     """What the trainer printed."""
@@ -231,7 +233,13 @@ def _newest_log(shown: Path) -> Callable[[], Path]:
 @click.command()
 @run_argument
 @json_option
-@click.option("-n", "count", type=int, default=6, show_default=True, help="How many, newest last.")
+@click.option(
+    *("-n", "count"),
+    type=click.IntRange(0),
+    default=6,
+    show_default=True,
+    help="How many, newest last.",
+)
 def samples(run: str | None, as_json: bool, count: int) -> int:
     """What the model writes: the newest sample audits."""
     from supervisor.contract import samples_name
@@ -282,7 +290,7 @@ def checkpoints_list(run: str | None, as_json: bool) -> int:
 
 
 @checkpoints.command(name="show")
-@click.argument("step", type=int)
+@click.argument("step", type=click.IntRange(0))
 @run_argument
 @json_option
 def checkpoints_show(step: int, run: str | None, as_json: bool) -> int:
