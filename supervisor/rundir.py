@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import shlex
 import stat
 import time
 from collections.abc import Callable
@@ -122,6 +123,23 @@ class RunDirectory:
             if attempt is not None:
                 found.append((attempt, path))
         return sorted(found)
+
+
+def refuse_foreign(directory: RunDirectory) -> None:
+    """Raises RunError where a new run would begin among what is somebody else's."""
+    begun = (directory.journal, directory.run_file, directory.lock)
+    if not directory.path.is_dir() or any(os.path.lexists(file) for file in begun):
+        return
+    # What a start that was killed early, or a file system, may have left is nobody else's.
+    ours = (*_DIRECTORIES, "lost+found")
+    names = sorted(os.listdir(directory.path))
+    foreign = [name for name in names if name not in ours and not name.startswith(".")]
+    if foreign:
+        raise RunError(
+            f"{directory.path}: no run, and not empty ({', '.join(foreign[:3])}); give"
+            " run.directory a place of its own, or make a run of what is there: supervisor import"
+            f" {shlex.quote(str(directory.path))}"
+        )
 
 
 def file_system(path: Path) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from supervisor.attempt_logs import DETACHED_OUTPUT, LogRules
 from supervisor.channels import ENV_WEBHOOK, Channel, ChannelError, channels, check
 from supervisor.checkpoints import NoSpace, preflight
 from supervisor.config import ConfigError, Settings
-from supervisor.contract import LOGS, ExitCode, Json, checkpoint_size_bytes
+from supervisor.contract import LOGS, RUN_FILE, ExitCode, Json, checkpoint_size_bytes
 from supervisor.daemon import Daemon
 from supervisor.durable import size_of
 from supervisor.journal import JournalDamaged, read
@@ -39,7 +40,7 @@ from supervisor.patience import Limits
 from supervisor.progress import Reporter, number
 from supervisor.records import RecordBroken
 from supervisor.rows import LedgerDamaged
-from supervisor.rundir import LockHeld, RunDirectory, RunError, take_lock
+from supervisor.rundir import LockHeld, RunDirectory, RunError, refuse_foreign, take_lock
 from supervisor.sdnotify import VARIABLES, ServiceManager, without_variables
 from supervisor.sidecars import read_samples, read_status
 from supervisor.signals import Signals
@@ -103,6 +104,7 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         _check_trainer(settings)
         _check_channels(settings, environment)
         _check_space(settings, directory)
+    refuse_foreign(directory)
     signals = Signals()
     reporter = Reporter()
     manager = _service_manager(environment)
@@ -291,7 +293,7 @@ def _accept(
     if identity:
         lines = "\n".join(f"  {change}" for change in identity)
         raise Refused(
-            f"{directory.path} is a run with other settings; these cannot change:\n{lines}\n"
+            f"{directory.path} is a run with other settings; start cannot change these:\n{lines}\n"
             "give the new run another run.name (or run.directory), or take the recorded values"
         )
     if comparison.policy and not _was_policy_once(requested, durable):
@@ -387,7 +389,7 @@ def report(directory: RunDirectory) -> None:
         click.echo(f"  step {row['step']} | {printable(row['prompt'] + row['text'])}")
     if phase == "finished":
         click.echo(
-            "to train on: supervisor start --config FILE"
+            f"to train on: supervisor start --config {shlex.quote(str(place / RUN_FILE))}"
             f" --set training.steps={int(target or 0) * 2}"
             f"\nto see more: supervisor status {place}; supervisor samples {place};"
             f" python -m trainer generate {place} --prompt 'The '"
@@ -401,6 +403,7 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
 
     Raises Refused with what it printed where it ends before that.
     """
+    refuse_foreign(RunDirectory(directory, "run"))
     RunDirectory(directory, "run").create()
     output = directory / LOGS / DETACHED_OUTPUT
     begin = size_of(output)

@@ -126,6 +126,57 @@ def test_the_list_leaves_out_what_cannot_be_read(
     assert "Permission denied" in err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "policy check FILE --pulls 0",
+        "policy check FILE --pulls -1",
+        "stop --timeout -1",
+        "pivot --policy FILE --timeout nan",
+        "samples -n -1",
+        "logs --attempt 0",
+        "checkpoints show -- -1",
+        "policy show --epoch 0",
+        "rollback --to-step -1",
+        "replay --from -1",
+        "replay --from 0 --to -1",
+        "fork new --at-step -1",
+    ],
+)
+def test_a_number_that_means_nothing_is_a_usage_error(supervisor: Command, words: str) -> None:
+    code, _, err = supervisor(*words.split())
+    assert (code, "Invalid value for" in err) == (2, True), err
+
+
+def test_what_is_said_of_going_on_can_be_done(tmp_path: Path) -> None:
+    """Also by whoever gave settings as flags, which no file has."""
+    with contextlib.closing(Run(tmp_path)) as run:
+        assert run.finish("--set", "checkpoint.every=7") == 0
+        (line,) = [line for line in run.output().splitlines() if line.startswith("to train on: ")]
+        words = line.removeprefix("to train on: supervisor ").split()
+        assert words == [
+            *("start", "--config", str(run.directory / "run.toml")),
+            *("--set", "training.steps=60"),
+        ]
+        assert run.supervisor(*words).returncode == 0
+        assert run.file_status()["step"] == 60
+        refused = run.supervisor(*words[:-1], "training.steps=59")
+        assert refused.returncode == 2
+        assert "recorded 60, requested 59; it may only grow" in refused.stderr
+
+
+@pytest.mark.parametrize("detached", [[], ["--detach"]], ids=["", "detached"])
+def test_a_directory_of_somebody_else_is_no_new_run(
+    finished: Run, supervisor: Command, tmp_path: Path, detached: list[str]
+) -> None:
+    (tmp_path / "step_000010.bin").touch()
+    place = ["--set", f"run.directory={tmp_path}"]
+    code, _, err = supervisor("start", "--config", str(finished.config), *place, *detached)
+    assert code == 2
+    assert f"supervisor import {tmp_path}" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000010.bin"]
+
+
 # --- outputs --------------------------------------------------------------------------------------
 
 
