@@ -79,7 +79,13 @@ class Change(NamedTuple):
     requested: object
 
     def __str__(self) -> str:
-        return f"{self.key}: recorded {show(self.recorded)}, requested {show(self.requested)}"
+        text = f"{self.key}: recorded {show(self.recorded)}, requested {show(self.requested)}"
+        return f"{text}; it may only grow" if self.shorter else text
+
+    @property
+    def shorter(self) -> bool:
+        """The steps between have been promised, perhaps taken."""
+        return self.key == "training.steps" and self.requested < self.recorded  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +98,7 @@ class Comparison:
 
 
 def compare(recorded: Settings, requested: Settings) -> Comparison:
-    """The differences. A target below the recorded one is a change of identity: the steps between
-    have been promised, perhaps taken."""
+    """The differences. A target below the recorded one is a change of identity."""
     before, after = _flatten(recorded), _flatten(requested)
     for key, unresolved in _RESOLVED.items():
         if after[key] == unresolved:
@@ -102,8 +107,7 @@ def compare(recorded: Settings, requested: Settings) -> Comparison:
     for key in before | after:
         change = Change(key, before.get(key), after.get(key))
         if change.recorded != change.requested:
-            shorter = key == "training.steps" and after[key] < before[key]
-            changes[IDENTITY if shorter else class_of(key)].append(change)
+            changes[IDENTITY if change.shorter else class_of(key)].append(change)
     return Comparison(changes[IDENTITY], changes[PIVOT], changes[OPERATIONAL])
 
 

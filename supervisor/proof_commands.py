@@ -6,6 +6,7 @@ What may live here: arguments, progress bars, printing. What is read and how is 
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -205,5 +206,5 @@ def import_command(directory: Path, name: str | None, config_path: str | None) -
         f"{made.run}: {made.entries} entries, {len(made.steps)} checkpoints, {made.samples}"
         f" samples in {made.directory}"
     )
-    click.echo(f"to go on: supervisor start --config {config_path or made.directory / RUN_FILE}")
+    click.echo(f"to go on: supervisor start --config {shlex.quote(str(made.directory / RUN_FILE))}")
     return int(ExitCode.OK)

@@ -53,6 +53,19 @@ def test_one_arm_is_enough_and_the_file_names_the_run(file: Path) -> None:
     assert load(file, ARM, "run.directory=here").run.directory == os.path.abspath("here")
 
 
+def test_a_byte_order_mark_at_the_start_is_no_mistake(file: Path) -> None:
+    file.write_bytes(b"\xef\xbb\xbf[training]\nsteps = 7\n" + ARM.encode())
+    assert config.load(file).training.steps == 7
+
+
+def test_a_file_that_is_not_there_is_told_as_that(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(tmp_path / "no.toml")
+    place = tmp_path / "no.toml"
+    words = "expected a file of settings, in TOML (No such file or directory)"
+    assert str(caught.value) == f"{place}: {words}"
+
+
 def test_a_run_without_a_directory_begins_where_runs_are(file: Path, tmp_path: Path) -> None:
     for place in (str(tmp_path), "elsewhere"):
         read = load(file, ARM, SUPERVISOR_RUNS=place)
