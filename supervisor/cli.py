@@ -30,6 +30,7 @@ from supervisor import (
 from supervisor.contract import TEMPORARY_PREFIX, ExitCode
 from supervisor.foreign import OperatorError
 from supervisor.output import forgiving
+from supervisor.progress import has_controls
 from supervisor.terminal import OUTPUT_CLOSED, OUTPUT_FAILED, complain, mute
 
 _DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
@@ -57,7 +58,7 @@ def _main() -> int:
     from supervisor.rundir import RunError
 
     try:
-        result = cli.main(standalone_mode=False)
+        result = cli.main(standalone_mode=False, color=None if has_controls() else False)
         return int(result or 0)
     except click.exceptions.Exit as done:
         return done.exit_code

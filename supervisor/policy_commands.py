@@ -15,6 +15,7 @@ import click
 from supervisor.contract import TRAINER_LOCK_FILE, ExitCode, Json
 from supervisor.terminal import (
     complain,
+    exits,
     find,
     json_option,
     print_json,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from supervisor.pivot import Proposal
 
 
-@click.command()
+@click.command(epilog=exits("1 refused or given up", "124 no reply in time"))
 @run_argument
 @click.option("--policy", "policy_file", required=True, type=click.Path(), help="[policy], TOML.")
 @click.option("--at", type=click.Choice(["boundary", "now"]), default="boundary", show_default=True)
@@ -57,7 +58,7 @@ def pivot(
     )
 
 
-@click.command()
+@click.command(epilog=exits("1 refused or given up", "124 no reply in time"))
 @run_argument
 @click.option(
     "--to-step",
@@ -196,12 +197,12 @@ def _pivot_unsupervised(directory: Path, id: str, content: Json, as_json: bool) 
     return complain(f"refused: {why}", ExitCode.FAILED)
 
 
-@click.group()
+@click.group(epilog=exits())
 def policy() -> None:
     """Look at policies: `show`, `diff`, `check`."""
 
 
-@policy.command(name="show")
+@policy.command(epilog=exits(), name="show")
 @run_argument
 @click.option(
     "--epoch", type=click.IntRange(1), default=None, help="Which one; the ruling one by default."
@@ -234,7 +235,7 @@ def policy_show(run: str | None, epoch: int | None, as_json: bool) -> int:
     return 0
 
 
-@policy.command(name="diff")
+@policy.command(epilog=exits(), name="diff")
 @click.argument("policy_file", type=click.Path())
 @run_argument
 def policy_diff(policy_file: str, run: str | None) -> int:
@@ -242,7 +243,7 @@ def policy_diff(policy_file: str, run: str | None) -> int:
     return _pivot(run, Path(policy_file), "boundary", None, "", True, 1.0, None, False)
 
 
-@policy.command(name="check")
+@policy.command(epilog=exits(), name="check")
 @click.argument("policy_file", type=click.Path())
 @run_argument
 @click.option(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from supervisor.contract import JOURNAL_FILE, RUN_FILE, ExitCode, ledger_name
-from supervisor.terminal import complain, find, json_option, print_json, run_argument, runs
+from supervisor.terminal import complain, exits, find, json_option, print_json, run_argument, runs
 
 if TYPE_CHECKING:
     from supervisor.rundir import RunDirectory
@@ -28,7 +28,9 @@ _BAR_BYTES = 4 * 1024 * 1024  # a bar that moves more often costs more than it s
 @contextmanager
 def _progress(label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, in bytes, where somebody looks at it."""
-    if not sys.stderr.isatty():
+    from supervisor.progress import STANDARD_ERROR, is_live
+
+    if not is_live(STANDARD_ERROR):
         yield lambda _: None
         return
     with click.progressbar(
@@ -58,7 +60,9 @@ def _open(run: str | None) -> RunDirectory:
     return RunDirectory(path, path.resolve().name)
 
 
-@click.command()
+@click.command(
+    epilog=exits("0 all proven", "1 something is damaged or missing (each with file and place)")
+)
 @run_argument
 @click.option("--repair", is_flag=True, help="Move bad checkpoints to quarantine/; nothing else.")
 @json_option
@@ -68,9 +72,6 @@ def verify(run: str | None, repair: bool, as_json: bool) -> int:
     The journal's chain, every byte of the ledger that a checkpoint or the end of a life has bound,
     every checkpoint against its manifest and the journal, stored settings and policies, archives.
     Takes no lock, so it may run beside training.
-
-    \b
-    Exit code: 0 all proven, 1 something is damaged or missing (each with file and place).
     """
     from supervisor import repair as repairing, verify as proof
 
@@ -106,7 +107,7 @@ def _print_report(report: Report) -> None:
     click.echo(click.style(verdict, fg="red" if found else "green", bold=True))
 
 
-@click.command()
+@click.command(epilog=exits("1 the history is damaged or not there"))
 @run_argument
 @click.option(
     "--format",
@@ -174,7 +175,7 @@ def _check_output(output: Path | None, run: Path) -> None:
         raise click.UsageError(f"--output {output} is inside the run directory, which is the run's")
 
 
-@click.command(name="import")
+@click.command(epilog=exits("1 a file could not be taken in"), name="import")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--name", default=None, help="Name of the new run, else the model's.")
 @click.option("--config", "config_path", type=click.Path(), default=None, help="Settings (TOML).")

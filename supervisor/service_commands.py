@@ -14,10 +14,10 @@ from pathlib import Path
 import click
 
 from supervisor.contract import RUN_FILE, ExitCode
-from supervisor.terminal import complain, find, run_argument
+from supervisor.terminal import complain, exits, find, run_argument
 
 
-@click.command()
+@click.command(epilog=exits())
 @run_argument
 @click.option("--config", "config_path", type=click.Path(), help="Settings of a run yet to begin.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting.")

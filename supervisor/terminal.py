@@ -22,6 +22,23 @@ OUTPUT_CLOSED: Final = 141  # 128 + SIGPIPE, as a shell says it of other program
 OUTPUT_FAILED: Final = 74  # EX_IOERR: the output, or a file, on a disk that is full or broken
 
 
+_EVERYWHERE: Final = {
+    2: "usage, settings, or a file that cannot be used",
+    70: "our own fault",
+    OUTPUT_FAILED: "a disk that is full or broken",
+    130: "interrupted",
+    OUTPUT_CLOSED: "nobody read the output",
+}
+
+
+def exits(*own: str) -> str:
+    """The end of a command's help: what its exit codes mean, its own ("1 the run failed") over
+    those that all commands share."""
+    words = {int(code): text for code, _, text in (one.partition(" ") for one in own)}
+    meanings = {0: "done"} | _EVERYWHERE | words
+    return "Exit code: " + ", ".join(f"{code} {meanings[code]}" for code in sorted(meanings)) + "."
+
+
 def mute(stream: TextIO) -> None:
     """Drops what a stream could not write, so that it does not fail again when Python ends."""
     try:

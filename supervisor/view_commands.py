@@ -13,15 +13,15 @@ from typing import Any
 import click
 
 from supervisor.contract import CHECKPOINTS, LOGS, SUPERVISOR_LOG_FILE, Json
-from supervisor.terminal import complain, find, json_option, print_json, run_argument, runs
+from supervisor.terminal import complain, exits, find, json_option, print_json, run_argument, runs
 
 
-@click.command()
+@click.command(epilog=exits("0 running", "1 dead", "3 not running", "4 unknown"))
 @run_argument
 @json_option
 @click.option("--config", "show_config", is_flag=True, help="Each setting and where it came from.")
 def status(run: str | None, as_json: bool, show_config: bool) -> int:
-    """Where a run stands. Exit code: 0 running, 1 dead, 3 not running, 4 unknown."""
+    """Where a run stands."""
     from supervisor import status as view
 
     directory = find(run)
@@ -111,7 +111,7 @@ def status_text(status: Json, code: int) -> str:
     return printable("\n".join(lines), keep="\n")
 
 
-@click.command(name="list")
+@click.command(epilog=exits(), name="list")
 @json_option
 def list_command(as_json: bool) -> int:
     """All runs in runs/, or where SUPERVISOR_RUNS says."""
@@ -153,7 +153,7 @@ def _left_out(error: Exception) -> None:
     complain(f"left out: {words}", 0)
 
 
-@click.command()
+@click.command(epilog=exits())
 @run_argument
 @click.option(
     *("-n", "lines"),
@@ -230,7 +230,7 @@ def _newest_log(shown: Path) -> Callable[[], Path]:
     return newest
 
 
-@click.command()
+@click.command(epilog=exits())
 @run_argument
 @json_option
 @click.option(
@@ -264,15 +264,22 @@ def _status_of(directory: Path) -> Json | None:
     return read_status(directory)
 
 
-@click.group(invoke_without_command=True)
-@click.pass_context
-def checkpoints(context: click.Context) -> None:
-    """The checkpoints of a run: `list` (default) and `show`."""
-    if context.invoked_subcommand is None:
-        context.invoke(checkpoints_list, run=None, as_json=False)
+class _ListFirst(click.Group):
+    """`checkpoints RUN --json` is `checkpoints list RUN --json`."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        known = {*self.commands, *context.help_option_names}
+        if not args or args[0] not in known:
+            args = ["list", *args]
+        return super().parse_args(context, args)
 
 
-@checkpoints.command(name="list")
+@click.group(cls=_ListFirst, epilog=exits(), subcommand_metavar="[list] [RUN] | show STEP [RUN]")
+def checkpoints() -> None:
+    """The checkpoints of a run: `list` (also without the word) and `show`."""
+
+
+@checkpoints.command(epilog=exits(), name="list")
 @run_argument
 @json_option
 def checkpoints_list(run: str | None, as_json: bool) -> int:
@@ -289,7 +296,7 @@ def checkpoints_list(run: str | None, as_json: bool) -> int:
     return 0
 
 
-@checkpoints.command(name="show")
+@checkpoints.command(epilog=exits(), name="show")
 @click.argument("step", type=click.IntRange(0))
 @run_argument
 @json_option
@@ -356,7 +363,7 @@ def _checkpoint_row(found: Any) -> Json | None:
     return row
 
 
-@click.command()
+@click.command(epilog=exits("1 something here would get in the way of a run"))
 @json_option
 @click.option("--directory", type=click.Path(), default=None, help="Where runs would live.")
 def doctor(as_json: bool, directory: str | None) -> int:

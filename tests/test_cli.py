@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import pytest
 from checkpoint_kit import write_checkpoint
 from runs_kit import DEADLINE_SECONDS, Run, kill, wait_until
@@ -186,6 +187,8 @@ def test_checkpoints_are_listed_and_shown(stopped: Run, supervisor: Command) -> 
     shown = json.loads(supervisor("checkpoints", "show", "20", directory, "--json").out)
     assert (shown["step"], shown["parameters"], shown["size_bytes"]) == (20, 6, 80)
     assert "[6]" in supervisor("checkpoints", "show", "20", directory).out
+    assert json.loads(supervisor("checkpoints", directory, "--json").out)["checkpoints"] == rows
+    assert supervisor("checkpoints", directory).out.count("\n") == 3
     missing = supervisor("checkpoints", "show", "21", directory)
     assert (missing.code, "no checkpoint of step 21" in missing.err) == (2, True)
 
@@ -331,6 +334,23 @@ def test_usage_errors_are_usage_errors(supervisor: Command) -> None:
     assert supervisor("checkpoint", "--at", "noon").code == 2
     assert supervisor("--version").code == 0
     assert "supervisor start --config" in supervisor("--help").out
+
+
+def commands_of(group: click.Group, *names: str) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        yield (*names, name)
+        if isinstance(command, click.Group):
+            yield from commands_of(command, *names, name)
+
+
+@pytest.mark.parametrize("names", list(commands_of(cli.cli)), ids=" ".join)
+def test_every_command_says_what_its_exit_codes_mean(
+    supervisor: Command, names: tuple[str, ...]
+) -> None:
+    text = " ".join(supervisor(*names, "--help").out.split())
+    assert text.count("Exit code: ") == 1
+    for words in ("2 usage", "70 our own fault", "141 nobody read the output"):
+        assert f", {words}" in text
 
 
 def test_without_torch_the_extra_is_named_and_nothing_is_made(tmp_path: Path) -> None:
