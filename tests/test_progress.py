@@ -33,6 +33,23 @@ def status(**changes: Any) -> Json:
     } | changes
 
 
+def read_until(screen: int, *words: str) -> str:
+    """What a terminal shows, which comes in pieces, once it has `words` one after another."""
+    shown = ""
+
+    def has_all() -> bool:
+        place = 0
+        for word in words:
+            place = shown.find(word, place) + len(word)
+            if place < len(word):
+                return False
+        return True
+
+    while not has_all():
+        shown += os.read(screen, 65536).decode()
+    return shown
+
+
 # --- lines ----------------------------------------------------------------------------------------
 
 
@@ -73,7 +90,7 @@ def test_a_terminal_without_control_characters_gets_plain_lines(
     reporter.show(status())
     reporter.say("checkpoint at step 20")
     reporter.close()
-    shown = os.read(terminal[0], 65536).decode()
+    shown = read_until(terminal[0], "checkpoint at step 20\r\n")
     assert shown.startswith("lesson: running, step 40/80")
     assert "\x1b" not in shown
     assert "\r" not in shown.replace("\r\n", "")
@@ -165,7 +182,7 @@ def test_on_a_terminal_a_line_lives_until_the_next(
     reporter.say("checkpoint at step 20")
     reporter.show(status(step=41))
     reporter.close()
-    shown = os.read(screen, 65536).decode()
+    shown = read_until(screen, "checkpoint at step 20\r\n", "step 41/", "\r\x1b[2K")
     assert shown.startswith("\r\x1b[2K[")
     assert "\r\x1b[2Kcheckpoint at step 20\r\n" in shown
     assert shown.index("checkpoint at") < shown.rindex("step 41/")
