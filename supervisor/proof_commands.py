@@ -175,7 +175,7 @@ def _check_output(output: Path | None, run: Path) -> None:
         raise click.UsageError(f"--output {output} is inside the run directory, which is the run's")
 
 
-@click.command(epilog=exits("1 a file could not be taken in"), name="import")
+@click.command(epilog=exits(), name="import")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--name", default=None, help="Name of the new run, else the model's.")
 @click.option("--config", "config_path", type=click.Path(), default=None, help="Settings (TOML).")
@@ -194,8 +194,6 @@ def import_command(directory: Path, name: str | None, config_path: str | None) -
             made = importing.import_run(directory, name, runs(), config_path, advance)
     except ConfigError as error:
         return complain(str(error), ExitCode.USAGE)
-    except OSError as error:
-        return complain(f"{error}; nothing was imported", ExitCode.FAILED)
     for left_out in made.left_out:
         complain(f"left out: {left_out}", ExitCode.OK)
     if made.beyond:
