@@ -72,11 +72,11 @@ class ExitCode(IntEnum):
 
 
 # Where runs are told by name, and where a run without run.directory begins.
-ENV_RUNS: Final = "SUPERVISOR_RUNS"
+RUNS_VARIABLE: Final = "SUPERVISOR_RUNS"
 
 
 def runs_directory(environment: Mapping[str, str]) -> str:
-    return environment.get(ENV_RUNS) or "runs"
+    return environment.get(RUNS_VARIABLE) or "runs"
 
 
 # --- environment of a supervised trainer ---
