@@ -48,6 +48,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     3  comparison.py           where two checkpoints of one step differ
     3  life.py                 which life of which run a trainer process is
     3  output.py               prints that a full disk may lose
+    3  output_file.py         the file that --output names, replaced whole or written through
     3  receipt_file.py         the trainer's receipt file, whole lines in order
     3  tail.py                 the end of a log that somebody else writes
 

@@ -79,7 +79,13 @@ class Change(NamedTuple):
     requested: object
 
     def __str__(self) -> str:
-        return f"{self.key}: recorded {show(self.recorded)}, requested {show(self.requested)}"
+        text = f"{self.key}: recorded {show(self.recorded)}, requested {show(self.requested)}"
+        return f"{text}; it may only grow" if self.shorter else text
+
+    @property
+    def shorter(self) -> bool:
+        """The steps between have been promised, perhaps taken."""
+        return self.key == "training.steps" and self.requested < self.recorded  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,7 @@ def _class_of_change(change: Change) -> str:
     """A target below the recorded one is a change of identity: the steps between have been
     promised, perhaps taken. "auto" names no type of device, so a run may come from it and go back
     to it: the trainer holds each run to the type that its checkpoints are from."""
-    if change.key == "training.steps" and change.requested < change.recorded:  # type: ignore[operator]
+    if change.shorter:
         return IDENTITY
     if change.key == "trainer.device":
         types = {str(name).partition(":")[0] for name in (change.recorded, change.requested)}

@@ -3,13 +3,18 @@
 What may live here: the group and `main`. Each command module imports what is heavy (pydantic, zmq)
 inside the command that needs it, because `status` runs in shell prompts.
 
-Exit codes: 0 done, 1 failed, 2 usage or configuration or refused, 70 our own fault, 124 deadline
-passed, 130 forced; `status`: 0 running, 1 dead, 3 not running, 4 unknown.
+Exit codes: 0 done, 1 failed, 2 usage or configuration or refused or a file that cannot be used,
+70 our own fault, 74 a disk that is full or broken, 124 deadline passed, 130 forced, 141 nobody read
+the output; `status`: 0 running, 1 dead, 3 not running, 4 unknown.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 import traceback
+from typing import Final
 
 import click
 
@@ -22,19 +27,38 @@ from supervisor import (
     service_commands,
     view_commands,
 )
-from supervisor.contract import ExitCode
-from supervisor.terminal import complain
+from supervisor.contract import TEMPORARY_PREFIX, ExitCode
+from supervisor.foreign import OperatorError
+from supervisor.output import forgiving
+from supervisor.progress import has_controls
+from supervisor.terminal import OUTPUT_CLOSED, OUTPUT_FAILED, complain, mute
+
+_DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+_HINTS: Final = {
+    errno.EACCES: "use a place that you may use, or be its owner",
+    errno.EPERM: "use a place that you may use, or be its owner",
+    errno.EROFS: "use a place that can be written",
+    errno.ENOENT: "expected it to be there",
+    errno.ENOTDIR: "expected a directory",
+    errno.EEXIST: "expected a directory, or nothing yet",
+    errno.EISDIR: "expected a file",
+}
 
 
 def main() -> int:
-    """Runs one command and returns its exit code."""
+    """Runs one command and returns its exit code. A complaint that nobody reads changes none."""
+    with forgiving("stderr"):
+        return _main()
+
+
+def _main() -> int:
     from supervisor.journal import JournalDamaged
     from supervisor.records import RecordBroken
     from supervisor.rows import LedgerDamaged
     from supervisor.rundir import RunError
 
     try:
-        result = cli.main(standalone_mode=False)
+        result = cli.main(standalone_mode=False, color=None if has_controls() else False)
         return int(result or 0)
     except click.exceptions.Exit as done:
         return done.exit_code
@@ -43,15 +67,36 @@ def main() -> int:
         return int(ExitCode.USAGE)
     except click.Abort:
         return int(ExitCode.FORCED)
-    except RunError as error:
+    except SystemExit:  # click's answer to a closed pipe, whatever the command
+        return OUTPUT_CLOSED
+    except (RunError, OperatorError) as error:
         return complain(str(error), ExitCode.USAGE)
     except (JournalDamaged, LedgerDamaged, RecordBroken) as error:
         return complain(str(error), ExitCode.FAILED)
+    except OSError as error:
+        mute(sys.stdout)
+        return _file_trouble(error)
     except Exception:
         # Whatever gets here is our mistake or a machine that fails us: say all we know, with the
         # one exit code that tells a service manager to start us again.
         traceback.print_exc()
         return int(ExitCode.OURS)
+
+
+def _file_trouble(error: OSError) -> int:
+    """One line where it is the disk's or the operator's to mend, else all that we know."""
+    place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+    parent, name = os.path.split(place)
+    if name.startswith((TEMPORARY_PREFIX, ".replay-")):  # ours, and of no meaning to anybody else
+        place = parent or "."
+    words = f"{place}: {error.strerror}" if place else str(error.strerror)
+    if error.errno in _DISK:
+        return complain(words, OUTPUT_FAILED)
+    if place:
+        hint = _HINTS.get(error.errno or 0)
+        return complain(f"{words}; {hint}" if hint else words, ExitCode.USAGE)
+    traceback.print_exception(error)
+    return int(ExitCode.OURS)
 
 
 @click.group(
@@ -66,7 +111,8 @@ Examples:
 
 SIGTERM to the trainer means: finish the step, save, exit. SIGUSR1 means: save and carry on
 (some other tools save and leave on SIGUSR1; this one stays).
-A RUN is a name in runs/ or a run directory; without one, the run that ran last.""",
+A RUN is a name in runs/ or a run directory; without one, the run that ran last.
+SUPERVISOR_RUNS=DIRECTORY in the environment stands for another place than runs/.""",
 )
 @click.version_option(__version__, prog_name="supervisor")
 def cli() -> None:

@@ -27,8 +27,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from supervisor.changes import Change, Comparison, accept, compare
-from supervisor.contract import INT32_MAX, ContractError, Json, canonical, digest
-from supervisor.foreign import check_depth
+from supervisor.contract import INT32_MAX, ContractError, Json, canonical, digest, runs_directory
+from supervisor.foreign import OperatorError, check_depth
 from supervisor.schema import (
     BYTES_VOCABULARY,
     PRESETS,
@@ -80,7 +80,8 @@ KEY_PARTS_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake. `file` is the file, "environment" or "--set"; a `value` of None is no value."""
+    """One mistake. `file` is the file, "environment" or "--set"; no `key` is all of the file, and a
+    `value` of None is no value."""
 
     file: str
     key: str
@@ -89,10 +90,11 @@ class Problem:
 
     def __str__(self) -> str:
         shown = "" if self.value is None else f" = {show(self.value)}"
-        return f"{self.file}: {self.key}{shown}: expected {self.expected}"
+        place = f"{self.file}: {self.key}" if self.key else self.file
+        return f"{place}{shown}: expected {self.expected}"
 
 
-class ConfigError(ValueError):
+class ConfigError(OperatorError):
     """The operator's configuration is wrong; its text has one line for each of `problems`."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -110,7 +112,8 @@ def load(
 ) -> Settings:
     """The settings of a file under `environment` and `overrides` ("training.steps=800").
 
-    Values of both are TOML; what is not TOML is text. A run without a name takes that of the file.
+    Values of both are TOML; what is not TOML is text. A run without a name takes that of the file,
+    one without a directory lives under its name where runs are.
     Raises ConfigError with every mistake found.
     """
     file = Path(path)
@@ -124,7 +127,9 @@ def load(
     for layer in layers.values():
         tree = _merge(tree, layer)
     if isinstance(tree.setdefault("run", {}), dict):
-        tree["run"] = {"name": file.stem} | tree["run"]
+        named = {"name": file.stem} | tree["run"]
+        place = os.path.join(runs_directory(environment or {}), str(named["name"]))
+        tree["run"] = {"directory": place} | named
 
     settings, mistakes = _validate(tree)
     sources = {"flag": "--set", "environment": "environment"}
@@ -166,8 +171,8 @@ def read(file: Path) -> bytes:
             return stream.read(FILE_BYTES_MAX + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
         reason = error.strerror if isinstance(error, OSError) else error
-        expected = f"a file that can be read ({reason})"
-    raise ConfigError([Problem(str(file), "the whole", None, expected)])
+        expected = f"a file of settings, in TOML ({reason})"
+    raise ConfigError([Problem(str(file), "", None, expected)])
 
 
 def tables(raw: bytes, where: str) -> Json:
@@ -178,14 +183,14 @@ def tables(raw: bytes, where: str) -> Json:
             raise ContractError(f"more than {FILE_BYTES_MAX} bytes")
         if max(line.count(b".") for line in raw.split(b"\n")) > LINE_DOTS_MAX:
             raise ContractError(f"a line with more than {LINE_DOTS_MAX} dots; break it")
-        found = tomllib.loads(raw.decode())
+        found = tomllib.loads(raw.decode("utf-8-sig"))  # some editors begin a file with a mark
         check_depth(found, "the tables")
         return found
     except RecursionError:
         expected = "TOML that is not nested so deep"
     except ValueError as error:  # TOMLDecodeError names line and column, UnicodeDecodeError a byte
         expected = f"TOML in UTF-8 ({error})"
-    raise ConfigError([Problem(where, "the whole", None, expected)])
+    raise ConfigError([Problem(where, "", None, expected)])
 
 
 def _split(overrides: Iterable[str]) -> tuple[dict[str, str], list[Problem]]:

@@ -71,6 +71,14 @@ class ExitCode(IntEnum):
     FORCED = 130
 
 
+# Where runs are told by name, and where a run without run.directory begins.
+RUNS_VARIABLE: Final = "SUPERVISOR_RUNS"
+
+
+def runs_directory(environment: Mapping[str, str]) -> str:
+    return environment.get(RUNS_VARIABLE) or "runs"
+
+
 # --- environment of a supervised trainer ---
 
 ENV_RUN_DIRECTORY: Final = "SUPERVISOR_RUN_DIRECTORY"

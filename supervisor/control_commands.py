@@ -17,6 +17,7 @@ import click
 from supervisor.contract import ExitCode
 from supervisor.terminal import (
     complain,
+    exits,
     find,
     json_option,
     print_json,
@@ -28,7 +29,15 @@ from supervisor.terminal import (
 ENDING_INTERVAL_SECONDS: Final = 0.1
 
 
-@click.command()
+@click.command(
+    epilog=exits(
+        "0 finished or cleanly stopped",
+        "1 the run failed",
+        "2 usage, settings, or refused",
+        "124 no answer in time (--detach)",
+        "130 forced",
+    )
+)
 @click.option("--config", "config_path", required=True, type=click.Path(), help="Settings (TOML).")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting.")
 @click.option("--detach", is_flag=True, help="Return once the supervisor runs in the background.")
@@ -41,21 +50,18 @@ def start(
     as_recorded: bool,
     from_scratch: bool,
 ) -> int:
-    """Start a run, or take it up again where its newest valid checkpoint left it.
-
-    \b
-    Exit code: 0 finished or cleanly stopped, 1 the run failed, 2 configuration or refused,
-    70 our own fault, 130 forced.
-    """
+    """Start a run, or take it up again where its newest valid checkpoint left it."""
     from supervisor import start as starting
+    from supervisor.output import forgiving
 
     request = starting.Request(None if as_recorded else "run", "", from_scratch)
     try:
-        if detach:
-            settings = starting.config.load(config_path, overrides, os.environ)
-            arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
-            return starting.detach(arguments, Path(settings.run.directory))
-        return starting.start_from_file(config_path, overrides, os.environ, request)
+        with forgiving("stdout"):  # the exit code is the run's, whoever reads
+            if detach:
+                settings = starting.config.load(config_path, overrides, os.environ)
+                arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
+                return starting.detach(arguments, Path(settings.run.directory))
+            return starting.start_from_file(config_path, overrides, os.environ, request)
     except starting.Refused as refusal:
         return complain(str(refusal), refusal.code)
     except starting.ConfigError as error:
@@ -80,7 +86,7 @@ def _ask(run: str | None, verb: str, timeout: float, request_id: str | None, **c
     return answer
 
 
-@click.command()
+@click.command(epilog=exits("1 refused, or the run failed", "124 no reply in time"))
 @run_argument
 @timeout_option(300.0)
 @request_id_option
@@ -131,7 +137,9 @@ def _stop_alone(directory: Path, id: str) -> int | None:
         return complain(str(error), ExitCode.USAGE)
 
 
-@click.command()
+@click.command(
+    epilog=exits("1 refused, busy, or nobody supervises the run", "124 no reply in time")
+)
 @run_argument
 @timeout_option(300.0)
 @request_id_option
@@ -142,7 +150,9 @@ def restart(run: str | None, timeout_seconds: float, request_id: str | None) -> 
     return 0
 
 
-@click.command()
+@click.command(
+    epilog=exits("1 refused, busy, or nobody supervises the run", "124 no reply in time")
+)
 @run_argument
 @click.option("--at", type=click.Choice(["now", "boundary"]), default="now", show_default=True)
 @timeout_option(300.0)

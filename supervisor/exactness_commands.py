@@ -18,18 +18,35 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from supervisor.contract import ExitCode
-from supervisor.terminal import complain, find, json_option, print_json, run_argument, runs
+from supervisor.terminal import complain, exits, find, json_option, print_json, run_argument, runs
 
 if TYPE_CHECKING:
     from supervisor.reexecution import Report
 
 
-@click.command()
+@click.command(
+    epilog=exits(
+        "0 all equal",
+        "1 something differs or the trainer failed",
+        "2 usage, or it cannot be executed",
+    )
+)
 @run_argument
-@click.option("--from", "start", type=int, required=True, help="A checkpoint; 0 is the beginning.")
-@click.option("--to", "stop", type=int, default=None, help="Default: the last recorded step.")
 @click.option(
-    "--scratch", type=click.Path(), default=None, help="Where to work; default: beside the run."
+    "--from",
+    "start",
+    type=click.IntRange(0),
+    required=True,
+    help="A checkpoint; 0 is the beginning.",
+)
+@click.option(
+    "--to", "stop", type=click.IntRange(1), default=None, help="Default: the last recorded step."
+)
+@click.option(
+    "--scratch",
+    type=click.Path(exists=True, file_okay=False),
+    default=None,
+    help="Where to work; default: beside the run.",
 )
 @json_option
 def replay(
@@ -39,9 +56,6 @@ def replay(
 
     The trainer runs in a scratch directory, which is removed. The run itself is only read, and may
     go on meanwhile. Steps already proven by a resume show in `status`.
-
-    \b
-    Exit code: 0 all equal, 1 something differs or the trainer failed, 2 it cannot be executed.
     """
     from supervisor import reexecution
 
@@ -65,7 +79,9 @@ def replay(
 @contextmanager
 def _progress(steps: int) -> Iterator[Callable[[int], None]]:
     """What to call for each step: a bar for a terminal, nothing for a file."""
-    if not sys.stderr.isatty():
+    from supervisor.progress import STANDARD_ERROR, is_live
+
+    if not is_live(STANDARD_ERROR):
         yield lambda step: None
         return
     with click.progressbar(length=steps, label="replay", file=sys.stderr) as bar:
@@ -105,9 +121,11 @@ def _report_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-@click.command()
+@click.command(epilog=exits("1 the record of the run is damaged"))
 @click.argument("names", nargs=-1, required=True, metavar="[RUN] NEWRUN")
-@click.option("--at-step", "step", type=int, required=True, help="A checkpoint of the run.")
+@click.option(
+    "--at-step", "step", type=click.IntRange(0), required=True, help="A checkpoint of the run."
+)
 @json_option
 def fork(names: tuple[str, ...], step: int, as_json: bool) -> int:
     """Make a new run from a checkpoint of another; start it with the command that is printed.

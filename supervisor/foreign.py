@@ -32,6 +32,10 @@ class ContractError(ValueError):
     """A peer (a trainer, a file, a message) broke the contract; the text says where and how."""
 
 
+class OperatorError(ValueError):
+    """What the operator gave cannot be used; the text says what and where, a line for each."""
+
+
 _SHORTENED: Final = reprlib.Repr()
 _SHORTENED.maxlevel = 2
 _SHORTENED.maxstring = _SHORTENED.maxother = 80

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
@@ -24,8 +22,7 @@ from typing import Any, BinaryIO, Final
 
 import orjson
 
-from supervisor.contract import TEMPORARY_PREFIX, Entry, encode_number, parse_entry
-from supervisor.durable import fsync_directory
+from supervisor.contract import Entry, encode_number, parse_entry
 from supervisor.rows import BLOCK_BYTES, LedgerDamaged, is_ours
 
 COLUMNS: Final = tuple(one.name for one in fields(Entry))
@@ -173,21 +170,3 @@ FORMATS: Final[dict[str, Callable[[Iterable[Entry], BinaryIO], None]]] = {
     "csv": write_csv,
     "andrea": write_andrea,
 }
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` once all of it is written and on the device."""
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
-    published = False
-    try:
-        with temporary.open("wb") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, path)
-        published = True
-    finally:
-        if not published:
-            temporary.unlink(missing_ok=True)
-    fsync_directory(path.parent)

@@ -191,13 +191,21 @@ def import_run(
     target = Path(settings.run.directory)
     imported = Imported(target, settings.run.name, left_out=left_out)
     if os.path.lexists(target):
-        raise RunError(f"{target}: exists; give the import another --name, nothing was changed")
+        raise RunError(f"{target}: exists; {_way_out(settings)}, nothing was changed")
     target.parent.mkdir(parents=True, exist_ok=True)
     with _appearing(target) as place:
         run = RunDirectory(place, settings.run.name)
         run.create()
         _fill(run, config.resolve(settings, uuid.uuid4().hex), source, imported, advance)
     return imported
+
+
+def _way_out(settings: Settings) -> str:
+    """What names the directory: a name alone does not move a run whose settings say where it is."""
+    origin = settings.origins.get("run.directory", "default")
+    if origin == "default":
+        return "give the import another --name"
+    return f"the settings say so (run.directory, from the {origin}); change that or leave it out"
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""Standard output and error of a trainer, where a full disk costs lines and not the training.
+"""Standard output and error where what cannot be written costs lines, and not the work.
 
 What may live here: streams that lose what they cannot write, and say later how much that was.
 
+Nobody may read what a supervisor prints either, and its exit code is that of the run all the same.
 The log of an attempt lies on the disk of its run. A print that fails there would raise in the
 middle of an update, and once more when the interpreter flushes at its end, which turns a clean exit
 into status 120.
@@ -12,6 +13,8 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 
@@ -43,6 +46,21 @@ class ForgivingFile(io.RawIOBase):
         else:
             self.lost_bytes = len(content) - written
         return len(data)
+
+
+@contextmanager
+def forgiving(*names: str) -> Iterator[None]:
+    """The streams `names` of sys ("stdout", "stderr") forgive meanwhile."""
+    before = {name: getattr(sys, name) for name in names}
+    for name, stream in before.items():
+        setattr(sys, name, _forgiving(stream))
+    try:
+        yield
+    finally:
+        for name, stream in before.items():
+            if stream is not None:
+                getattr(sys, name).flush()
+            setattr(sys, name, stream)
 
 
 class ForgivingOutput:

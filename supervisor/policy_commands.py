@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from supervisor.contract import TRAINER_LOCK_FILE, ExitCode, Json
 from supervisor.terminal import (
     complain,
+    exits,
     find,
     json_option,
     print_json,
@@ -24,8 +25,11 @@ from supervisor.terminal import (
     timeout_option,
 )
 
+if TYPE_CHECKING:
+    from supervisor.pivot import Proposal
 
-@click.command()
+
+@click.command(epilog=exits("1 refused or given up", "124 no reply in time"))
 @run_argument
 @click.option("--policy", "policy_file", required=True, type=click.Path(), help="[policy], TOML.")
 @click.option("--at", type=click.Choice(["boundary", "now"]), default="boundary", show_default=True)
@@ -55,10 +59,20 @@ def pivot(
     )
 
 
-@click.command()
+@click.command(epilog=exits("1 refused or given up", "124 no reply in time"))
 @run_argument
-@click.option("--to-step", type=int, required=True, help="A checkpoint that the run still has.")
-@click.option("--policy", "policy_file", type=click.Path(), help="A new policy; else the old one.")
+@click.option(
+    "--to-step",
+    type=click.IntRange(0),
+    required=True,
+    help="A checkpoint that the run still has.",
+)
+@click.option(
+    "--policy",
+    "policy_file",
+    type=click.Path(),
+    help="A new policy; else the one that ruled at that step.",
+)
 @click.option("--dry-run", is_flag=True, help="Check and show the difference; change nothing.")
 @click.option("--reason", default="", help="Goes on record with the rollback.")
 @timeout_option(3600.0)
@@ -106,11 +120,14 @@ def _pivot(
         return complain(str(refusal), ExitCode.USAGE)
     except OSError as error:
         return complain(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
+    if dry_run and as_json:
+        print_json(_plan(proposal))
+        return 0
     for change in proposal.changes:
         click.echo(f"  {change}", err=as_json)
     _warn(proposal.warnings)
     if dry_run:
-        click.echo("checked; nothing was changed", err=as_json)
+        click.echo("checked; nothing was changed")
         return 0
     id = request_id or client.new_request_id()
     try:
@@ -131,6 +148,17 @@ def _pivot(
 def _warn(warnings: list[str]) -> None:
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
+
+
+def _plan(proposal: Proposal) -> Json:
+    """What a request would say and change; `epoch` is the one that it was checked against."""
+    asked = ("at", "epoch", "parent", "to_step", "policy_digest", "reason")
+    return {
+        "schema_version": 1,
+        **{name: proposal.content[name] for name in asked},
+        "changes": [change._asdict() for change in proposal.changes],
+        "warnings": proposal.warnings,
+    }
 
 
 def _show_result(id: str, result: Json, as_json: bool) -> None:
@@ -177,14 +205,16 @@ def _pivot_unsupervised(directory: Path, id: str, content: Json, as_json: bool) 
     return complain(f"refused: {why}", ExitCode.FAILED)
 
 
-@click.group()
+@click.group(epilog=exits())
 def policy() -> None:
     """Look at policies: `show`, `diff`, `check`."""
 
 
-@policy.command(name="show")
+@policy.command(epilog=exits(), name="show")
 @run_argument
-@click.option("--epoch", type=int, default=None, help="Which one; the ruling one by default.")
+@click.option(
+    "--epoch", type=click.IntRange(1), default=None, help="Which one; the ruling one by default."
+)
 @json_option
 def policy_show(run: str | None, epoch: int | None, as_json: bool) -> int:
     """The policy of an epoch, as submitted, and how it came to rule."""
@@ -213,7 +243,7 @@ def policy_show(run: str | None, epoch: int | None, as_json: bool) -> int:
     return 0
 
 
-@policy.command(name="diff")
+@policy.command(epilog=exits(), name="diff")
 @click.argument("policy_file", type=click.Path())
 @run_argument
 def policy_diff(policy_file: str, run: str | None) -> int:
@@ -221,10 +251,16 @@ def policy_diff(policy_file: str, run: str | None) -> int:
     return _pivot(run, Path(policy_file), "boundary", None, "", True, 1.0, None, False)
 
 
-@policy.command(name="check")
+@policy.command(epilog=exits(), name="check")
 @click.argument("policy_file", type=click.Path())
 @run_argument
-@click.option("--pulls", type=int, default=1000, show_default=True, help="How many to simulate.")
+@click.option(
+    "--pulls",
+    type=click.IntRange(1, 1_000_000),
+    default=1000,
+    show_default=True,
+    help="How many to simulate.",
+)
 @json_option
 def policy_check(policy_file: str, run: str | None, pulls: int, as_json: bool) -> int:
     """Bounds and data of a policy file, and the picks that it would make."""

@@ -31,13 +31,23 @@ CLOSE_SECONDS: Final = 2.0
 DURATION_SECONDS_MAX: Final = 1e10
 
 
+def has_controls() -> bool:
+    """Whether a terminal here, if there is one, knows control characters."""
+    return os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def is_live(descriptor: int) -> bool:
+    """Whether a line there can be written over: not in a file, nor on a terminal that is none."""
+    return os.isatty(descriptor) and has_controls()
+
+
 class Reporter:
     """`say` prints a line that stays; `show` updates the live line (or, off a terminal, prints one
     from time to time)."""
 
     def __init__(self, descriptor: int = STANDARD_ERROR) -> None:
         self._descriptor = descriptor
-        self._live = os.isatty(descriptor)
+        self._live = is_live(descriptor)
         self._mailbox: queue.Queue[tuple[str, str]] = queue.Queue(MAILBOX_LINES)
         self._last_plain = 0.0
         self._last_step: object = None
@@ -96,25 +106,37 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
 
 
-def _facts(status: Json) -> list[str]:
-    facts = [f"step {status['step']}/{status['target_step']}"]
+# What matters more stays longer where a line is short. Nobody looks at a live line for anything
+# more than for how far it is and how long it will take.
+_STEP, _LEFT, _ALARMS, _LOSS, _RATE, _AVERAGE, _RESTARTS, _CHECKPOINT = range(8)
+
+
+def _facts(status: Json) -> list[tuple[int, str]]:
+    """(how soon it goes, text), in the order of the line."""
+    facts = [(_STEP, f"step {status['step']}/{status['target_step']}")]
     if status["loss"] is not None:
-        facts.append(f"loss {number(status['loss'])} (average {number(status['loss_ema'])})")
+        facts.append((_LOSS, f"loss {number(status['loss'])}"))
+        facts.append((_AVERAGE, f"average {number(status['loss_ema'])}"))
     rate = status["steps_per_second"]
     if rate:
         left = (status["target_step"] - status["step"]) / rate
-        facts.append(f"{rate:.1f} steps/s, {duration(left)} left")
+        facts.append((_RATE, f"{rate:.1f} steps/s"))
+        facts.append((_LEFT, f"{duration(left)} left"))
     if status["checkpoint"]["step"] is not None:
-        facts.append(f"checkpoint {status['checkpoint']['step']}")
+        facts.append((_CHECKPOINT, f"checkpoint {status['checkpoint']['step']}"))
     if status["restarts"]:
-        facts.append(f"restarts {status['restarts']}")
+        facts.append((_RESTARTS, f"restarts {status['restarts']}"))
     if status["alarms"]:
-        facts.append(f"ALARMS {len(status['alarms'])}")
+        facts.append((_ALARMS, f"ALARMS {len(status['alarms'])}"))
     return facts
 
 
+def _joined(facts: list[tuple[int, str]], last: int = _CHECKPOINT) -> str:
+    return ", ".join(text for rank, text in facts if rank <= last)
+
+
 def live_line(status: Json, columns: int) -> str:
-    """One line that fits the terminal: a bar and what matters most first."""
+    """One line that fits the terminal: a bar, and whole facts, those that matter most."""
     done = min(1.0, status["step"] / status["target_step"]) if status["target_step"] else 0.0
     width = 20 if columns >= 100 else 10
     filled = round(done * width)
@@ -122,11 +144,22 @@ def live_line(status: Json, columns: int) -> str:
     phase = (
         status["phase"] if status["phase"] != "running" else status["trainer_phase"] or "running"
     )
-    return f"{bar} {phase}: {', '.join(_facts(status))}"[: max(20, columns - 1)]
+    doing = "" if phase == "step" else f" {phase}:"
+    facts, room = _facts(status), max(20, columns - 1)
+    line = ""
+    for last in range(_CHECKPOINT, _STEP, -1):
+        line = f"{bar}{doing} {_joined(facts, last)}"
+        if len(line) <= room:
+            return line
+    for last in (_LEFT, _STEP):
+        line = f"{done:.0%}{doing} {_joined(facts, last)}"
+        if len(line) <= room:
+            break
+    return line[:room]
 
 
 def plain_line(status: Json) -> str:
-    return f"{status['run']}: {status['phase']}, {', '.join(_facts(status))}"
+    return f"{status['run']}: {status['phase']}, {_joined(_facts(status))}"
 
 
 def describe(record: ev.Record) -> str:

@@ -6,6 +6,7 @@ What may live here: arguments, progress bars, printing. What is read and how is 
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from supervisor.contract import JOURNAL_FILE, RUN_FILE, ExitCode, ledger_name
-from supervisor.terminal import complain, find, json_option, print_json, run_argument, runs
+from supervisor.terminal import complain, exits, find, json_option, print_json, run_argument, runs
 
 if TYPE_CHECKING:
     from supervisor.rundir import RunDirectory
@@ -27,7 +28,9 @@ _BAR_BYTES = 4 * 1024 * 1024  # a bar that moves more often costs more than it s
 @contextmanager
 def _progress(label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, in bytes, where somebody looks at it."""
-    if not sys.stderr.isatty():
+    from supervisor.progress import STANDARD_ERROR, is_live
+
+    if not is_live(STANDARD_ERROR):
         yield lambda _: None
         return
     with click.progressbar(
@@ -57,7 +60,9 @@ def _open(run: str | None) -> RunDirectory:
     return RunDirectory(path, path.resolve().name)
 
 
-@click.command()
+@click.command(
+    epilog=exits("0 all proven", "1 something is damaged or missing (each with file and place)")
+)
 @run_argument
 @click.option("--repair", is_flag=True, help="Move bad checkpoints to quarantine/; nothing else.")
 @json_option
@@ -67,9 +72,6 @@ def verify(run: str | None, repair: bool, as_json: bool) -> int:
     The journal's chain, every byte of the ledger that a checkpoint or the end of a life has bound,
     every checkpoint against its manifest and the journal, stored settings and policies, archives.
     Takes no lock, so it may run beside training.
-
-    \b
-    Exit code: 0 all proven, 1 something is damaged or missing (each with file and place).
     """
     from supervisor import repair as repairing, verify as proof
 
@@ -105,7 +107,7 @@ def _print_report(report: Report) -> None:
     click.echo(click.style(verdict, fg="red" if found else "green", bold=True))
 
 
-@click.command()
+@click.command(epilog=exits("1 the history is damaged or not there"))
 @run_argument
 @click.option(
     "--format",
@@ -145,6 +147,11 @@ def history(
     _check_output(output, directory.path)
     try:
         found = exports.History(directory.ledger)
+    except FileNotFoundError:
+        return complain(f"{directory.ledger}: not there", ExitCode.FAILED)
+    except LedgerDamaged as damage:
+        return complain(str(damage), ExitCode.FAILED)
+    try:
         entries = exports.between(found.raw() if raw else found.canonical(), first, last)
         thinned = exports.thin(entries, every) if every > 1 else entries
         with _opened(output) as out:
@@ -152,17 +159,15 @@ def history(
             out.flush()
     except LedgerDamaged as damage:
         return complain(str(damage), ExitCode.FAILED)
-    except FileNotFoundError as error:
-        return complain(f"{error.filename}: not there", ExitCode.FAILED)
     if found.torn:
         complain(f"{directory.ledger}: a torn row at its end was left out", ExitCode.OK)
     return int(ExitCode.OK)
 
 
 def _opened(output: Path | None) -> AbstractContextManager[BinaryIO]:
-    from supervisor.history import replacing
+    from supervisor.output_file import writing
 
-    return nullcontext(sys.stdout.buffer) if output is None else replacing(output)
+    return nullcontext(sys.stdout.buffer) if output is None else writing(output)
 
 
 def _check_output(output: Path | None, run: Path) -> None:
@@ -170,7 +175,7 @@ def _check_output(output: Path | None, run: Path) -> None:
         raise click.UsageError(f"--output {output} is inside the run directory, which is the run's")
 
 
-@click.command(name="import")
+@click.command(epilog=exits(), name="import")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--name", default=None, help="Name of the new run, else the model's.")
 @click.option("--config", "config_path", type=click.Path(), default=None, help="Settings (TOML).")
@@ -189,8 +194,6 @@ def import_command(directory: Path, name: str | None, config_path: str | None) -
             made = importing.import_run(directory, name, runs(), config_path, advance)
     except ConfigError as error:
         return complain(str(error), ExitCode.USAGE)
-    except OSError as error:
-        return complain(f"{error}; nothing was imported", ExitCode.FAILED)
     for left_out in made.left_out:
         complain(f"left out: {left_out}", ExitCode.OK)
     if made.beyond:
@@ -202,5 +205,5 @@ def import_command(directory: Path, name: str | None, config_path: str | None) -
         f"{made.run}: {made.entries} entries, {len(made.steps)} checkpoints, {made.samples}"
         f" samples in {made.directory}"
     )
-    click.echo(f"to go on: supervisor start --config {config_path or made.directory / RUN_FILE}")
+    click.echo(f"to go on: supervisor start --config {shlex.quote(str(made.directory / RUN_FILE))}")
     return int(ExitCode.OK)

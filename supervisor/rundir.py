@@ -14,8 +14,10 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import shlex
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -121,6 +123,23 @@ class RunDirectory:
             if attempt is not None:
                 found.append((attempt, path))
         return sorted(found)
+
+
+def refuse_foreign(directory: RunDirectory) -> None:
+    """Raises RunError where a new run would begin among what is somebody else's."""
+    begun = (directory.journal, directory.run_file, directory.lock)
+    if not directory.path.is_dir() or any(os.path.lexists(file) for file in begun):
+        return
+    # What a start that was killed early, or a file system, may have left is nobody else's.
+    ours = (*_DIRECTORIES, "lost+found")
+    names = sorted(os.listdir(directory.path))
+    foreign = [name for name in names if name not in ours and not name.startswith(".")]
+    if foreign:
+        raise RunError(
+            f"{directory.path}: no run, and not empty ({', '.join(foreign[:3])}); give"
+            " run.directory a place of its own, or make a run of what is there: supervisor import"
+            f" {shlex.quote(str(directory.path))}"
+        )
 
 
 def file_system(path: Path) -> str:
@@ -242,17 +261,25 @@ def find_run(named: str | None, root: Path) -> Path:
     return max(runs, key=_last_sign_of_life)
 
 
-def list_runs(root: Path) -> list[Path]:
+def list_runs(root: Path, tell: Callable[[OSError], None] = lambda error: None) -> list[Path]:
+    """The runs below `root`, by name. `tell` hears of each directory that cannot be looked into."""
     if not root.is_dir():
         return []
-    return sorted(path for path in root.iterdir() if (path / contract.JOURNAL_FILE).is_file())
+    found = []
+    for path in sorted(root.iterdir()):
+        try:
+            if (path / contract.JOURNAL_FILE).is_file():
+                found.append(path)
+        except OSError as error:
+            tell(error)
+    return found
 
 
 def _last_sign_of_life(path: Path) -> tuple[bool, float]:
-    status = path / contract.STATUS_FILE
-    when = (
-        status.stat().st_mtime
-        if status.exists()
-        else (path / contract.JOURNAL_FILE).stat().st_mtime
-    )
-    return lock_holder(path / contract.LOCK_FILE) is not None, when
+    """Whether it lives, and when it last said so: the least of all where that cannot be seen."""
+    status, journal = path / contract.STATUS_FILE, path / contract.JOURNAL_FILE
+    try:
+        when = (status if status.exists() else journal).stat().st_mtime
+        return lock_holder(path / contract.LOCK_FILE) is not None, when
+    except OSError:
+        return False, 0.0

@@ -14,10 +14,10 @@ from pathlib import Path
 import click
 
 from supervisor.contract import RUN_FILE, ExitCode
-from supervisor.terminal import complain, find, run_argument
+from supervisor.terminal import complain, exits, find, run_argument
 
 
-@click.command()
+@click.command(epilog=exits())
 @run_argument
 @click.option("--config", "config_path", type=click.Path(), help="Settings of a run yet to begin.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting.")
@@ -46,7 +46,7 @@ def unit(
     (paths, devices, threads, settings) are written down as they are now.
     """
     from supervisor import config
-    from supervisor.durable import replace_file
+    from supervisor.output_file import writing
     from supervisor.unit import Service, Unwritable, choose_environment, render
 
     if run is not None and config_path is not None:
@@ -77,7 +77,8 @@ def unit(
             )
         )
         if output is not None:
-            replace_file(output, text.encode(), 0o644)
+            with writing(Path(output)) as file_out:
+                file_out.write(text.encode())
     except (config.ConfigError, Unwritable) as error:
         return complain(str(error), ExitCode.USAGE)
     except OSError as error:

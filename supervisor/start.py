@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -29,18 +30,19 @@ from supervisor.attempt_logs import DETACHED_OUTPUT, LogRules
 from supervisor.channels import ENV_WEBHOOK, Channel, ChannelError, channels, check
 from supervisor.checkpoints import NoSpace, preflight
 from supervisor.config import ConfigError, Settings
-from supervisor.contract import LOGS, ExitCode, Json, checkpoint_size_bytes
+from supervisor.contract import LOGS, RUN_FILE, ExitCode, Json, checkpoint_size_bytes
 from supervisor.daemon import Daemon
 from supervisor.data_check import DataRefused, examine
 from supervisor.durable import size_of
 from supervisor.journal import JournalDamaged, read
 from supervisor.options import Begin, Options
+from supervisor.output import forgiving
 from supervisor.parentage import deaf_parent
 from supervisor.patience import Limits
 from supervisor.progress import Reporter, number
 from supervisor.records import RecordBroken
 from supervisor.rows import LedgerDamaged
-from supervisor.rundir import LockHeld, RunDirectory, RunError, take_lock
+from supervisor.rundir import LockHeld, RunDirectory, RunError, refuse_foreign, take_lock
 from supervisor.sdnotify import VARIABLES, ServiceManager, without_variables
 from supervisor.sidecars import read_samples, read_status
 from supervisor.signals import Signals
@@ -92,7 +94,8 @@ def resume_directory(directory: Path, environment: Mapping[str, str], request: R
         settings = _on_record(_journalled(place), place)
     recorded = settings.tree()
     recorded["run"]["directory"] = str(directory.resolve())
-    return _supervise(config.parse(recorded, str(place.run_file)), environment, request)
+    with forgiving("stdout"):
+        return _supervise(config.parse(recorded, str(place.run_file)), environment, request)
 
 
 def _supervise(settings: Settings, environment: Mapping[str, str], request: Request) -> int:
@@ -103,6 +106,7 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         _check_trainer(settings)
         _check_channels(settings, environment)
         _check_space(settings, directory)
+    refuse_foreign(directory)
     signals = Signals()
     reporter = Reporter()
     manager = _service_manager(environment)
@@ -122,7 +126,7 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         if words := deaf_parent(environment):
             daemon.log.write(words)
             reporter.say(f"warning: {words}")
-        code = daemon.run(begin)
+        code = _live(daemon, begin, directory.path)
         signals.retire()
         reporter.close()
         if code == ExitCode.OK and request.pivot is None:
@@ -138,6 +142,21 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
             os.close(lock_fd)
         manager.close()
         signals.close()
+
+
+class LifeBroken(Exception):
+    """The machine failed a life that was under way: not the operator's mistake, and to be tried
+    again by whoever starts us."""
+
+
+def _live(daemon: Daemon, begin: Begin, place: Path) -> int:
+    try:
+        return daemon.run(begin)
+    except PermissionError as error:  # no other life would fare better
+        name = str(error.filename or "")
+        raise PermissionError(error.errno, error.strerror, str(place / name)) from error
+    except OSError as error:
+        raise LifeBroken(f"the life of the supervisor ended: {error}") from error
 
 
 def _allow_many_clients() -> None:
@@ -300,7 +319,7 @@ def _accept(
     if identity:
         lines = "\n".join(f"  {change}" for change in identity)
         raise Refused(
-            f"{directory.path} is a run with other settings; these cannot change:\n{lines}\n"
+            f"{directory.path} is a run with other settings; start cannot change these:\n{lines}\n"
             "give the new run another run.name (or run.directory), or take the recorded values"
         )
     if comparison.policy and not _was_policy_once(requested, durable):
@@ -396,7 +415,7 @@ def report(directory: RunDirectory) -> None:
         click.echo(f"  step {row['step']} | {printable(row['prompt'] + row['text'])}")
     if phase == "finished":
         click.echo(
-            "to train on: supervisor start --config FILE"
+            f"to train on: supervisor start --config {shlex.quote(str(place / RUN_FILE))}"
             f" --set training.steps={int(target or 0) * 2}"
             f"\nto see more: supervisor status {place}; supervisor samples {place};"
             f" python -m trainer generate {place} --prompt 'The '"
@@ -410,6 +429,7 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
 
     Raises Refused with what it printed where it ends before that.
     """
+    refuse_foreign(RunDirectory(directory, "run"))
     RunDirectory(directory, "run").create()
     output = directory / LOGS / DETACHED_OUTPUT
     begin = size_of(output)

@@ -5,16 +5,48 @@ What may live here: click decorators and small printers. Nothing heavy: every co
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import click
 
-RUNS_VARIABLE: Final = "SUPERVISOR_RUNS"
+from supervisor.contract import runs_directory
 
 Command = Callable[..., Any]
+
+
+OUTPUT_CLOSED: Final = 141  # 128 + SIGPIPE, as a shell says it of other programs
+OUTPUT_FAILED: Final = 74  # EX_IOERR: the output, or a file, on a disk that is full or broken
+
+
+_EVERYWHERE: Final = {
+    2: "usage, settings, or a file that cannot be used",
+    70: "our own fault",
+    OUTPUT_FAILED: "a disk that is full or broken",
+    130: "interrupted",
+    OUTPUT_CLOSED: "nobody read the output",
+}
+
+
+def exits(*own: str) -> str:
+    """The end of a command's help: what its exit codes mean, its own ("1 the run failed") over
+    those that all commands share."""
+    words = {int(code): text for code, _, text in (one.partition(" ") for one in own)}
+    meanings = {0: "done"} | _EVERYWHERE | words
+    return "Exit code: " + ", ".join(f"{code} {meanings[code]}" for code in sorted(meanings)) + "."
+
+
+def mute(stream: TextIO) -> None:
+    """Drops what a stream could not write, so that it does not fail again when Python ends."""
+    try:
+        stream.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 def complain(text: str, code: int) -> int:
@@ -24,7 +56,7 @@ def complain(text: str, code: int) -> int:
 
 
 def runs() -> Path:
-    return Path(os.environ.get(RUNS_VARIABLE, "runs"))
+    return Path(runs_directory(os.environ))
 
 
 def find(run: str | None) -> Path:
@@ -49,11 +81,23 @@ def json_option(function: Command) -> Command:
     )
 
 
+class Seconds(click.FloatRange):
+    """How long to wait; "nan" is a float too, and no deadline."""
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        seconds = super().convert(value, parameter, context)
+        if math.isnan(seconds):
+            self.fail(f"{value} is no number of seconds.", parameter, context)
+        return seconds
+
+
 def timeout_option(seconds: float) -> Callable[[Command], Command]:
     return click.option(
         "--timeout",
         "timeout_seconds",
-        type=float,
+        type=Seconds(min=0),
         default=seconds,
         show_default=True,
         help="Seconds to wait for the reply; exit code 124 when they pass.",

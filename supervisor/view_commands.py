@@ -13,15 +13,15 @@ from typing import Any
 import click
 
 from supervisor.contract import CHECKPOINTS, LOGS, SUPERVISOR_LOG_FILE, Json
-from supervisor.terminal import complain, find, json_option, print_json, run_argument, runs
+from supervisor.terminal import complain, exits, find, json_option, print_json, run_argument, runs
 
 
-@click.command()
+@click.command(epilog=exits("0 running", "1 dead", "3 not running", "4 unknown"))
 @run_argument
 @json_option
 @click.option("--config", "show_config", is_flag=True, help="Each setting and where it came from.")
 def status(run: str | None, as_json: bool, show_config: bool) -> int:
-    """Where a run stands. Exit code: 0 running, 1 dead, 3 not running, 4 unknown."""
+    """Where a run stands."""
     from supervisor import status as view
 
     directory = find(run)
@@ -111,16 +111,20 @@ def status_text(status: Json, code: int) -> str:
     return printable("\n".join(lines), keep="\n")
 
 
-@click.command(name="list")
+@click.command(epilog=exits(), name="list")
 @json_option
 def list_command(as_json: bool) -> int:
-    """All runs in runs/."""
+    """All runs in runs/, or where SUPERVISOR_RUNS says."""
     from supervisor import status as view
-    from supervisor.rundir import list_runs
+    from supervisor.rundir import RunError, list_runs
 
     rows = []
-    for path in list_runs(runs()):
-        found, code = view.observe(path)
+    for path in list_runs(runs(), _left_out):
+        try:
+            found, code = view.observe(path)
+        except (OSError, RunError) as error:
+            _left_out(error)
+            continue
         rows.append(
             {
                 "run": path.name,
@@ -144,7 +148,12 @@ def list_command(as_json: bool) -> int:
     return 0
 
 
-@click.command()
+def _left_out(error: Exception) -> None:
+    words = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    complain(f"left out: {words}", 0)
+
+
+@click.command(epilog=exits())
 @run_argument
 @click.option(
     *("-n", "lines"),
@@ -158,7 +167,9 @@ def list_command(as_json: bool) -> int:
     is_flag=True,
     help="Follow, also into the next attempt; Ctrl-C leaves the run alone.",
 )
-@click.option("--attempt", type=int, default=None, help="Which attempt; the newest by default.")
+@click.option(
+    "--attempt", type=click.IntRange(1), default=None, help="Which attempt; the newest by default."
+)
 @click.option("--supervisor", "own", is_flag=True, help="The supervisor's own log instead.")
 def logs(run: str | None, lines: int, follow: bool, attempt: int | None, own: bool) -> int:
     """What the trainer printed."""
@@ -219,10 +230,16 @@ def _newest_log(shown: Path) -> Callable[[], Path]:
     return newest
 
 
-@click.command()
+@click.command(epilog=exits())
 @run_argument
 @json_option
-@click.option("-n", "count", type=int, default=6, show_default=True, help="How many, newest last.")
+@click.option(
+    *("-n", "count"),
+    type=click.IntRange(0),
+    default=6,
+    show_default=True,
+    help="How many, newest last.",
+)
 def samples(run: str | None, as_json: bool, count: int) -> int:
     """What the model writes: the newest sample audits."""
     from supervisor.contract import samples_name
@@ -247,15 +264,22 @@ def _status_of(directory: Path) -> Json | None:
     return read_status(directory)
 
 
-@click.group(invoke_without_command=True)
-@click.pass_context
-def checkpoints(context: click.Context) -> None:
-    """The checkpoints of a run: `list` (default) and `show`."""
-    if context.invoked_subcommand is None:
-        context.invoke(checkpoints_list, run=None, as_json=False)
+class _ListFirst(click.Group):
+    """`checkpoints RUN --json` is `checkpoints list RUN --json`."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        known = {*self.commands, *context.help_option_names}
+        if not args or args[0] not in known:
+            args = ["list", *args]
+        return super().parse_args(context, args)
 
 
-@checkpoints.command(name="list")
+@click.group(cls=_ListFirst, epilog=exits(), subcommand_metavar="[list] [RUN] | show STEP [RUN]")
+def checkpoints() -> None:
+    """The checkpoints of a run: `list` (also without the word) and `show`."""
+
+
+@checkpoints.command(epilog=exits(), name="list")
 @run_argument
 @json_option
 def checkpoints_list(run: str | None, as_json: bool) -> int:
@@ -272,8 +296,8 @@ def checkpoints_list(run: str | None, as_json: bool) -> int:
     return 0
 
 
-@checkpoints.command(name="show")
-@click.argument("step", type=int)
+@checkpoints.command(epilog=exits(), name="show")
+@click.argument("step", type=click.IntRange(0))
 @run_argument
 @json_option
 def checkpoints_show(step: int, run: str | None, as_json: bool) -> int:
@@ -339,7 +363,7 @@ def _checkpoint_row(found: Any) -> Json | None:
     return row
 
 
-@click.command()
+@click.command(epilog=exits("1 something here would get in the way of a run"))
 @json_option
 @click.option("--directory", type=click.Path(), default=None, help="Where runs would live.")
 def doctor(as_json: bool, directory: str | None) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import click
 import pytest
 from checkpoint_kit import write_checkpoint
 from runs_kit import DEADLINE_SECONDS, Run, kill, wait_until
@@ -188,6 +189,8 @@ def test_checkpoints_are_listed_and_shown(stopped: Run, supervisor: Command) -> 
     shown = json.loads(supervisor("checkpoints", "show", "20", directory, "--json").out)
     assert (shown["step"], shown["parameters"], shown["size_bytes"]) == (20, 6, 80)
     assert "[6]" in supervisor("checkpoints", "show", "20", directory).out
+    assert json.loads(supervisor("checkpoints", directory, "--json").out)["checkpoints"] == rows
+    assert supervisor("checkpoints", directory).out.count("\n") == 3
     missing = supervisor("checkpoints", "show", "21", directory)
     assert (missing.code, "no checkpoint of step 21" in missing.err) == (2, True)
 
@@ -204,7 +207,7 @@ def test_a_reader_that_goes_away_gets_no_traceback(stopped: Run) -> None:
     os.close(reader)
     os.close(writer)
     _, errors = process.communicate(timeout=DEADLINE_SECONDS)
-    assert (process.returncode, errors) == (1, b"")
+    assert (process.returncode, errors) == (141, b"")
 
 
 def test_following_a_log_ends_with_ctrl_c_and_leaves_the_run_alone(run: Run) -> None:
@@ -277,6 +280,25 @@ def test_a_refusal_is_an_answer(
         assert (done.code, done.err) == (1, "supervisor: refused: not today\n")
 
 
+def test_the_place_of_runs_is_the_same_for_all_commands(run: Run, supervisor: Command) -> None:
+    """Also where neither file nor flag says where a run lives, and for the trainer alone."""
+    del run.settings["run"]["directory"]
+    run.write_config()
+    assert run.finish() == 0
+    assert (run.home / "run" / "journal.jsonl").is_file()
+    assert run.supervisor("list").stdout.startswith("run ")
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", "generate", "nowhere", "--prompt", "x"],
+        env=run.variables(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert str(run.home / "nowhere") in done.stderr
+    assert "SUPERVISOR_RUNS" in supervisor("--help").out
+
+
 # --- start ----------------------------------------------------------------------------------------
 
 
@@ -314,6 +336,23 @@ def test_usage_errors_are_usage_errors(supervisor: Command) -> None:
     assert supervisor("checkpoint", "--at", "noon").code == 2
     assert supervisor("--version").code == 0
     assert "supervisor start --config" in supervisor("--help").out
+
+
+def commands_of(group: click.Group, *names: str) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        yield (*names, name)
+        if isinstance(command, click.Group):
+            yield from commands_of(command, *names, name)
+
+
+@pytest.mark.parametrize("names", list(commands_of(cli.cli)), ids=" ".join)
+def test_every_command_says_what_its_exit_codes_mean(
+    supervisor: Command, names: tuple[str, ...]
+) -> None:
+    text = " ".join(supervisor(*names, "--help").out.split())
+    assert text.count("Exit code: ") == 1
+    for words in ("2 usage", "70 our own fault", "141 nobody read the output"):
+        assert f", {words}" in text
 
 
 def test_without_torch_the_extra_is_named_and_nothing_is_made(tmp_path: Path) -> None:

@@ -53,6 +53,30 @@ def test_one_arm_is_enough_and_the_file_names_the_run(file: Path) -> None:
     assert load(file, ARM, "run.directory=here").run.directory == os.path.abspath("here")
 
 
+def test_a_byte_order_mark_at_the_start_is_no_mistake(file: Path) -> None:
+    file.write_bytes(b"\xef\xbb\xbf[training]\nsteps = 7\n" + ARM.encode())
+    assert config.load(file).training.steps == 7
+
+
+def test_a_file_that_is_not_there_is_told_as_that(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(tmp_path / "no.toml")
+    place = tmp_path / "no.toml"
+    words = "expected a file of settings, in TOML (No such file or directory)"
+    assert str(caught.value) == f"{place}: {words}"
+
+
+def test_a_run_without_a_directory_begins_where_runs_are(file: Path, tmp_path: Path) -> None:
+    for place in (str(tmp_path), "elsewhere"):
+        read = load(file, ARM, SUPERVISOR_RUNS=place)
+        assert read.run.directory == os.path.abspath(os.path.join(place, "small"))
+    read = load(file, ARM, "run.name=other", SUPERVISOR_RUNS=str(tmp_path))
+    assert read.run.directory == str(tmp_path / "other")
+    assert load(file, ARM, SUPERVISOR_RUNS="").run.directory == os.path.abspath("runs/small")
+    here = load(file, '[run]\ndirectory = "here"\n' + ARM, SUPERVISOR_RUNS=str(tmp_path))
+    assert here.run.directory == os.path.abspath("here")
+
+
 def test_flags_over_environment_over_file_over_default(file: Path) -> None:
     text = "[training]\nsteps = 1\nseed = 2\nbatch_windows = 3\n" + ARM
     read = load(

@@ -17,7 +17,7 @@ from runs_kit import Run
 
 from supervisor import contract, ledger
 from supervisor.contract import Entry
-from supervisor.history import COLUMNS, FORMATS, History, between, replacing, thin
+from supervisor.history import COLUMNS, FORMATS, History, between, thin
 from supervisor.ledger import Ledger
 from supervisor.rows import LedgerDamaged
 
@@ -208,24 +208,6 @@ def test_csv_quotes_what_needs_it_and_floats_survive() -> None:
     assert row["time"] == ""
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "out.csv"
-    path.write_text("before")
-
-    def write_half() -> None:
-        with replacing(path) as out:
-            out.write(b"half")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        write_half()
-    assert path.read_text() == "before"
-    with replacing(path) as out:
-        out.write(b"whole")
-    assert path.read_text() == "whole"
-    assert sorted(tmp_path.iterdir()) == [path]
-
-
 # --- troubles of others ---------------------------------------------------------------------------
 
 
@@ -381,4 +363,4 @@ def test_a_reader_that_goes_away_gets_no_traceback(finished: Run) -> None:
         process.stdout.close()
         assert process.stderr is not None
         assert process.stderr.read() == b""
-    assert process.returncode in (0, 1)
+    assert process.returncode in (0, 141)

@@ -385,6 +385,22 @@ def test_what_is_left_out_is_said_and_the_rest_imported(folder: Folder, run: Run
     assert json.loads(shown) == json.loads((folder.path / "andrea-12m.loss.json").read_text())
 
 
+def test_an_import_goes_on_under_its_own_settings(folder: Folder, run: Run) -> None:
+    done = run.supervisor("import", str(folder.path), "--config", str(run.config))
+    line = f"to go on: supervisor start --config {run.directory / 'run.toml'}"
+    assert done.stdout.splitlines()[-1] == line
+
+
+def test_a_name_does_not_move_an_import_whose_settings_say_where_it_is(
+    folder: Folder, run: Run
+) -> None:
+    run.directory.mkdir()
+    words = ("import", str(folder.path), "--config", str(run.config), "--name", "another")
+    refused = run.supervisor(*words)
+    assert refused.returncode == 2
+    assert "the settings say so (run.directory, from the file)" in refused.stderr
+
+
 def test_a_configuration_that_is_wrong_is_told_before_anything_is_made(
     folder: Folder, run: Run
 ) -> None:

@@ -228,6 +228,17 @@ def test_a_policy_is_compared_and_tried_without_a_trace(story: Story) -> None:
     file = ("--policy", str(other))
     dry = story.run.supervisor("pivot", str(story.run.directory), "--dry-run", *file)
     assert (dry.returncode, "nothing was changed" in dry.stdout) == (0, True)
+    dry = story.run.supervisor("pivot", str(story.run.directory), "--dry-run", "--json", *file)
+    plan = orjson.loads(dry.stdout)
+    assert (dry.returncode, plan["schema_version"], plan["epoch"], plan["to_step"]) == (
+        0,
+        1,
+        2,
+        None,
+    )
+    assert {"key": "policy.arms.prose.floor", "recorded": 0.0, "requested": 0.6} in plan["changes"]
+    back = ("rollback", str(story.run.directory), "--to-step", "200", "--dry-run", "--json")
+    assert orjson.loads(story.run.supervisor(*back).stdout)["to_step"] == 200
     assert content_of(story.run.directory) == before
 
 
@@ -516,7 +527,7 @@ def test_a_refusal_is_a_usage_error_and_names_the_file(held: PivotRun, tmp_path:
     file = tmp_path / "none.toml"
     place = ("pivot", str(held.directory), "--policy", str(file))
     refused = held.supervisor(*place)
-    assert (refused.returncode, f"{file}: the whole: expected" in refused.stderr) == (2, True)
+    assert (refused.returncode, f"{file}: expected" in refused.stderr) == (2, True)
     assert "No such file" in refused.stderr
     file.write_text(tomli_w.dumps(REFUSED["another width"][0]))  # type: ignore[arg-type]
     refused = held.supervisor(*place)

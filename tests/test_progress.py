@@ -33,12 +33,29 @@ def status(**changes: Any) -> Json:
     } | changes
 
 
+def read_until(screen: int, *words: str) -> str:
+    """What a terminal shows, which comes in pieces, once it has `words` one after another."""
+    shown = ""
+
+    def has_all() -> bool:
+        place = 0
+        for word in words:
+            place = shown.find(word, place) + len(word)
+            if place < len(word):
+                return False
+        return True
+
+    while not has_all():
+        shown += os.read(screen, 65536).decode()
+    return shown
+
+
 # --- lines ----------------------------------------------------------------------------------------
 
 
 def test_the_live_line_has_a_bar_and_what_matters_most() -> None:
     assert live_line(status(), 120) == (
-        "[##########..........]  50% step: step 40/80, loss 2.346 (average 2.500),"
+        "[##########..........]  50% step 40/80, loss 2.346, average 2.500,"
         " 4.0 steps/s, 0:10 left, checkpoint 20"
     )
 
@@ -48,7 +65,35 @@ def test_the_live_line_fits_its_terminal() -> None:
         line = live_line(status(alarms=[1], restarts=3), columns)
         assert len(line) <= max(20, columns - 1)
         assert "\n" not in line
-    assert live_line(status(), 40).startswith("[#####.....]  50% step: step 40/80")
+    assert live_line(status(), 40).startswith("[#####.....]  50% step 40/80")
+
+
+def test_a_short_line_has_whole_facts_and_keeps_the_time_left() -> None:
+    full = status(step=123_456, target_step=200_000, alarms=[1], restarts=3)
+    facts = live_line(full, 200).split("62% ")[1].split(", ")
+    assert len(facts) == 8
+    for columns in range(40, 200):
+        shown = live_line(full, columns).split("% ")[1].split(", ")
+        assert set(shown) <= set(facts)
+        assert shown[0] == "step 123456/200000"
+        assert any(fact.endswith(" left") for fact in shown)
+    assert live_line(status(), 80).endswith("average 2.500, 4.0 steps/s, 0:10 left")
+    assert live_line(status(), 20) == "50% step 40/80"
+
+
+@pytest.mark.parametrize("term", ["dumb", ""])
+def test_a_terminal_without_control_characters_gets_plain_lines(
+    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch, term: str
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    reporter = Reporter(terminal[1])
+    reporter.show(status())
+    reporter.say("checkpoint at step 20")
+    reporter.close()
+    shown = read_until(terminal[0], "checkpoint at step 20\r\n")
+    assert shown.startswith("lesson: running, step 40/80")
+    assert "\x1b" not in shown
+    assert "\r" not in shown.replace("\r\n", "")
 
 
 @pytest.mark.parametrize(
@@ -127,14 +172,17 @@ def terminal() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
-def test_on_a_terminal_a_line_lives_until_the_next(terminal: tuple[int, int]) -> None:
+def test_on_a_terminal_a_line_lives_until_the_next(
+    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     screen, keyboard = terminal
     reporter = Reporter(keyboard)
     reporter.show(status())
     reporter.say("checkpoint at step 20")
     reporter.show(status(step=41))
     reporter.close()
-    shown = os.read(screen, 65536).decode()
+    shown = read_until(screen, "checkpoint at step 20\r\n", "step 41/", "\r\x1b[2K")
     assert shown.startswith("\r\x1b[2K[")
     assert "\r\x1b[2Kcheckpoint at step 20\r\n" in shown
     assert shown.index("checkpoint at") < shown.rindex("step 41/")

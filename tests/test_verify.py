@@ -194,7 +194,7 @@ def test_a_bar_shows_on_a_terminal_only(finished: Run) -> None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=follower,
-            env=finished.variables(),
+            env=finished.variables() | {"TERM": "xterm"},
             timeout=DEADLINE_SECONDS,
             check=False,
         )

@@ -394,7 +394,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    places = [Path(arguments.run), Path("runs") / arguments.run]
+    places = [Path(arguments.run), Path(contract.runs_directory(os.environ)) / arguments.run]
     directory = next((path for path in places if (path / contract.CHECKPOINTS).is_dir()), None)
     if directory is None:
         parser.error(f"no run {arguments.run!r}: neither {places[0]} nor {places[1]} is one")

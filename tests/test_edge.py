@@ -1,0 +1,229 @@
+"""The edge of the command line: files that cannot be used, outputs that nobody can write to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from runs_kit import DEADLINE_SECONDS, Run
+
+from supervisor import cli
+
+Answer = tuple[int, str, str]
+Command = Callable[..., Answer]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with contextlib.closing(Run(tmp_path_factory.mktemp("finished"))) as made:
+        assert made.finish() == 0
+        yield made
+
+
+@pytest.fixture
+def supervisor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Command:
+    """Runs one command in this process, with runs/ in an empty directory."""
+    monkeypatch.setenv("SUPERVISOR_RUNS", str(tmp_path / "runs"))
+
+    def command(*arguments: str) -> Answer:
+        monkeypatch.setattr("sys.argv", ["supervisor", *arguments])
+        return (cli.main(), *capsys.readouterr())
+
+    return command
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["start", "--config", "CONFIG", "--set", "run.directory=FILE"],
+        ["start", "--config", "CONFIG", "--set", "run.directory=FILE/below"],
+        ["start", "--config", "CONFIG", "--set", "run.directory=FILE/below", "--detach"],
+        ["fork", "RUN", "--at-step", "10", "FILE/below"],
+        ["history", "RUN", "--output", "FILE/below"],
+        ["replay", "RUN", "--from", "10", "--scratch", "NOWHERE"],
+        ["replay", "RUN", "--from", "10", "--scratch", "FILE"],
+        ["import", "FILE"],
+    ],
+    ids=" ".join,
+)
+def test_a_place_that_cannot_be_used_is_one_line_with_its_name(
+    finished: Run, supervisor: Command, tmp_path: Path, words: list[str]
+) -> None:
+    (tmp_path / "file").touch()
+    places = {
+        "CONFIG": str(finished.config),
+        "RUN": str(finished.directory),
+        "NOWHERE": str(tmp_path / "nowhere"),
+        "FILE": str(tmp_path / "file"),
+    }
+    for name, place in places.items():
+        words = [word.replace(name, place) for word in words]
+    code, out, err = supervisor(*words)
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    assert ".tmp-" not in err
+    assert str(tmp_path) in err
+
+
+def refuse(path: Path) -> object:
+    raise PermissionError(13, "Permission denied", str(path))
+
+
+def test_a_run_that_may_not_be_read_is_one_line(
+    finished: Run, supervisor: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("supervisor.status.read_status", refuse)
+    code, out, err = supervisor("status", str(finished.directory))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"supervisor: {finished.directory}: Permission denied; ")
+    assert err.count("\n") == 1
+
+
+def test_a_run_without_its_settings_is_one_line(supervisor: Command, tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").touch()
+    for words in (["status", "--config"], ["fork", "new", "--at-step", "1"]):
+        code, _, err = supervisor(words[0], str(tmp_path), *words[1:])
+        assert code == 2
+        assert err.startswith(f"supervisor: {tmp_path / 'run.toml'}: ")
+
+
+def test_an_error_of_a_file_without_its_name_is_ours(
+    finished: Run, supervisor: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nameless(path: Path) -> object:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr("supervisor.status.read_status", nameless)
+    code, _, err = supervisor("status", str(finished.directory))
+    assert (code, "Traceback" in err) == (70, True)
+
+
+def test_the_list_leaves_out_what_cannot_be_read(
+    supervisor: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("anna", "berta", "carla"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "journal.jsonl").touch()
+    (tmp_path / "runs" / "berta" / "status.json").mkdir()
+    real = Path.is_file
+
+    def is_file(path: Path) -> bool:
+        return bool(refuse(path)) if path.parent.name == "carla" else real(path)
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    code, out, err = supervisor("list")
+    assert (code, [line.split()[0] for line in out.splitlines()]) == (0, ["anna"])
+    assert [line.split(":")[1] for line in err.splitlines()] == [" left out"] * 2
+    assert "Permission denied" in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "policy check FILE --pulls 0",
+        "policy check FILE --pulls -1",
+        "stop --timeout -1",
+        "pivot --policy FILE --timeout nan",
+        "samples -n -1",
+        "logs --attempt 0",
+        "checkpoints show -- -1",
+        "policy show --epoch 0",
+        "rollback --to-step -1",
+        "replay --from -1",
+        "replay --from 0 --to -1",
+        "fork new --at-step -1",
+    ],
+)
+def test_a_number_that_means_nothing_is_a_usage_error(supervisor: Command, words: str) -> None:
+    code, _, err = supervisor(*words.split())
+    assert (code, "Invalid value for" in err) == (2, True), err
+
+
+def test_what_is_said_of_going_on_can_be_done(tmp_path: Path) -> None:
+    """Also by whoever gave settings as flags, which no file has."""
+    with contextlib.closing(Run(tmp_path)) as run:
+        assert run.finish("--set", "checkpoint.every=7") == 0
+        (line,) = [line for line in run.output().splitlines() if line.startswith("to train on: ")]
+        words = line.removeprefix("to train on: supervisor ").split()
+        assert words == [
+            *("start", "--config", str(run.directory / "run.toml")),
+            *("--set", "training.steps=60"),
+        ]
+        assert run.supervisor(*words).returncode == 0
+        assert run.file_status()["step"] == 60
+        refused = run.supervisor(*words[:-1], "training.steps=59")
+        assert refused.returncode == 2
+        assert "recorded 60, requested 59; it may only grow" in refused.stderr
+
+
+@pytest.mark.parametrize("detached", [[], ["--detach"]], ids=["", "detached"])
+def test_a_directory_of_somebody_else_is_no_new_run(
+    finished: Run, supervisor: Command, tmp_path: Path, detached: list[str]
+) -> None:
+    (tmp_path / "step_000010.bin").touch()
+    place = ["--set", f"run.directory={tmp_path}"]
+    code, _, err = supervisor("start", "--config", str(finished.config), *place, *detached)
+    assert code == 2
+    assert f"supervisor import {tmp_path}" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000010.bin"]
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+def run_into(run: Run, *words: str, out: str, err: str = "") -> tuple[int, bytes]:
+    """The exit code and stderr of a command that writes to a full device or a closed pipe."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    ends = {"closed": writer, "full": full, "": subprocess.PIPE}
+    with subprocess.Popen(
+        run.command(*words),
+        stdin=subprocess.DEVNULL,
+        stdout=ends[out],
+        stderr=ends[err],
+        env=run.variables(),
+    ) as process:
+        os.close(writer)
+        os.close(full)
+        _, errors = process.communicate(timeout=DEADLINE_SECONDS)
+    return process.returncode, errors or b""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["list"], ["status", "run"], ["status", "run", "--config"], ["history", "run"], ["--help"]],
+    ids=" ".join,
+)
+def test_a_command_that_prints_ends_quietly_when_nobody_reads(
+    finished: Run, words: list[str]
+) -> None:
+    assert run_into(finished, *words, out="closed") == (141, b"")
+
+
+@pytest.mark.parametrize("words", [["list"], ["status", "run"], ["history", "run"]], ids=" ".join)
+def test_a_full_device_is_one_line(finished: Run, words: list[str]) -> None:
+    code, errors = run_into(finished, *words, out="full")
+    assert (code, errors) == (74, b"supervisor: No space left on device\n")
+
+
+def test_the_exit_code_of_a_run_is_that_of_the_run_whoever_reads(tmp_path: Path) -> None:
+    for out in ("closed", "full"):
+        home = tmp_path / out
+        home.mkdir()
+        with contextlib.closing(Run(home)) as run:
+            words = ["start", "--config", str(run.config)]
+            code, errors = run_into(run, *words, out=out)
+            assert code == 0, errors
+            assert b"Traceback" not in errors
+            assert run_into(run, *words, out=out, err=out)[0] == 0
+            assert run_into(run, "start", "--config", "nowhere.toml", out=out, err=out)[0] == 2
