@@ -36,6 +36,7 @@ from supervisor.foreign import (
     number,
     object_,
     parse_object as parse_object,
+    positive,
     shown,
     text,
     texts,
@@ -397,12 +398,12 @@ def parse_receipt(line: bytes, where: str) -> Receipt:
             return entry
         case "environment":
             return EnvironmentLine(
-                integer(body.get("attempt"), f"{where} attempt", 1, INT32_MAX),
+                positive(body.get("attempt"), f"{where} attempt"),
                 object_(body.get("environment"), f"{where} environment"),
             )
         case "loaded":
             return LoadedLine(
-                integer(body.get("attempt"), f"{where} attempt", 1, INT32_MAX),
+                positive(body.get("attempt"), f"{where} attempt"),
                 count(body.get("step"), f"{where} step"),
             )
         case "audit":
@@ -414,15 +415,15 @@ def parse_receipt(line: bytes, where: str) -> Receipt:
             return AuditLine(
                 step=count(body.get("step"), f"{where} step"),
                 time=decode_number(body.get("time"), f"{where} time"),
-                attempt=integer(body.get("attempt"), f"{where} attempt", 1, INT32_MAX),
-                epoch=integer(body.get("epoch"), f"{where} epoch", 1, INT32_MAX),
+                attempt=positive(body.get("attempt"), f"{where} attempt"),
+                epoch=positive(body.get("epoch"), f"{where} epoch"),
                 samples=samples,
                 arm_shares=object_(body.get("arm_shares"), f"{where} arm_shares"),
             )
         case "evaluation":
             return EvaluationLine(
                 step=count(body.get("step"), f"{where} step"),
-                attempt=integer(body.get("attempt"), f"{where} attempt", 1, INT32_MAX),
+                attempt=positive(body.get("attempt"), f"{where} attempt"),
                 loss=decode_number(body.get("loss"), f"{where} loss"),
                 arms=object_(body.get("arms"), f"{where} arms"),
             )
@@ -606,9 +607,7 @@ def _check_fields(body: Mapping[str, Any], expected: Mapping[str, type], where: 
 
 def _parse_tensor(value: Any, where: str) -> Tensor:
     item = object_(value, where)
-    shape = tuple(
-        integer(size, f"{where} shape", 1, INT32_MAX) for size in array(item.get("shape"), where)
-    )
+    shape = tuple(positive(size, f"{where} shape") for size in array(item.get("shape"), where))
     if len(shape) > DIMENSIONS_MAX:
         raise ContractError(f"{where}: {len(shape)} dimensions, more than {DIMENSIONS_MAX}")
     return Tensor(
@@ -691,10 +690,6 @@ def _moment(value: Any, where: str) -> str:
     return str(value)
 
 
-def _parameters(value: Any, where: str) -> int:
-    return integer(value, where, 1, INT32_MAX)
-
-
 _LIFE: Final[_Schema] = {"attempt": (count, _REQUIRED), "nonce": (text, _REQUIRED)}
 
 # Trainer to supervisor.
@@ -704,7 +699,7 @@ UP: Final[dict[str, _Schema]] = {
         "version": (count, _REQUIRED),
         "pid": (count, _REQUIRED),
         "step": (count, _REQUIRED),
-        "parameters": (_parameters, _REQUIRED),
+        "parameters": (positive, _REQUIRED),
         "policy_digest": (text, _REQUIRED),
         "capabilities": (texts, _REQUIRED),
     },

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -34,7 +35,6 @@ from supervisor.attendant import LOOK_INTERVAL_SECONDS, Attendant
 from supervisor.checkpoints import find
 from supervisor.commit import RETRY_SECONDS, Pipeline
 from supervisor.contract import Json
-from supervisor.durable import replace_file
 from supervisor.housekeeping import Housekeeper
 from supervisor.journal import Journal
 from supervisor.ledger import Ledger
@@ -49,7 +49,7 @@ from supervisor.sdnotify import ServiceManager, ending, status_line
 from supervisor.signals import INTERRUPT_WORDS, Signals
 from supervisor.space import Watch
 from supervisor.state import State, apply, fold
-from supervisor.status import compose
+from supervisor.status import compose, write
 from supervisor.wire import FromOperator, FromTrainer, Wire
 from supervisor.worker import Job, Outcome, Worker
 
@@ -566,19 +566,7 @@ class Daemon:
         status = self.status()
         self.reporter.show(status)
         self.manager.tell(status_line(status), ending(self.state))
-        content = orjson.dumps(status, option=orjson.OPT_INDENT_2) + b"\n"
-        path = self.directory.status
-
-        def write() -> None:
-            if durable:
-                replace_file(path, content)
-                return
-            # A hint, not a fact: replaced whole, never synced.
-            temporary = path.with_name(f"{contract.TEMPORARY_PREFIX}{path.name}")
-            temporary.write_bytes(content)
-            temporary.rename(path)
-
-        self.worker.submit_hint(write)
+        self.worker.submit_hint(partial(write, self.directory.status, status, durable))
 
     def _tell(self, record: ev.Record) -> None:
         """Journal records that a person wants to see as they happen, or to be told of."""

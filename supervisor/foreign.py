@@ -108,6 +108,11 @@ def count(value: Any, where: str) -> int:
     return integer(value, where, 0, INT32_MAX)
 
 
+def positive(value: Any, where: str) -> int:
+    """A count of which there is at least one."""
+    return integer(value, where, 1, INT32_MAX)
+
+
 def number(value: Any, where: str) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ContractError(f"{where}: expected a number, got {shown(value)}")

@@ -10,8 +10,11 @@ import time
 from pathlib import Path
 from typing import Final
 
+import orjson
+
 from supervisor import contract
 from supervisor.contract import Json, encode_number
+from supervisor.durable import replace_file
 from supervisor.recorder import Gauge
 from supervisor.rundir import RunDirectory, lock_holder
 from supervisor.sidecars import read_status
@@ -98,6 +101,18 @@ def compose(
         "logs": logs,
         "reason": state.why or durable.reason or None,
     }
+
+
+def write(path: Path, status: Json, durable: bool) -> None:
+    """Replaces the file whole. It is synced only where `durable`: it is a hint, not a fact. Raises
+    OSError."""
+    content = orjson.dumps(status, option=orjson.OPT_INDENT_2) + b"\n"
+    if durable:
+        replace_file(path, content)
+        return
+    temporary = path.with_name(f"{contract.TEMPORARY_PREFIX}{path.name}")
+    temporary.write_bytes(content)
+    temporary.rename(path)
 
 
 def _path(directory: RunDirectory, step: int) -> Path:
