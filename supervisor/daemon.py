@@ -127,7 +127,19 @@ class Daemon:
         self.worker = Worker()
         self.wire = Wire(self._directory_fd)
         become_subreaper()
-        self.recorder = Recorder(self.directory, self.ledger, self.options.samples_keep)
+        records = [ev.record_from_json(line) for line in lines]
+        known = [record for record in records if record is not None]
+        durable = fold(known)
+        ruling = durable.epochs[-1]
+        self.recorder = Recorder(
+            self.directory,
+            self.ledger,
+            self.options.samples_keep,
+            ruling.number,
+            ruling.base_step,
+        )
+        step = self.recorder.history_step
+        self.state = State(durable=durable, step=step, history_step=step)
         hints = (self.directory.samples, self.directory.state, self.directory.training)
         self.pipeline = Pipeline(self.ledger, self.journal, self.worker, self.recorder, hints)
         self.files = EpochFiles(
@@ -141,10 +153,6 @@ class Daemon:
         self.poller = zmq.Poller()
         for source in (self.wire.trainer, self.wire.operator):
             self.poller.register(source, zmq.POLLIN)
-        records = [ev.record_from_json(line) for line in lines]
-        known = [record for record in records if record is not None]
-        durable = fold(known)
-        self.state = State(durable=durable)
         self.watch = notices.watch_of(known)
         self.notifier = Notifier(
             self.options.channels, self.options.environment, self.options.home, self.log.write

@@ -14,6 +14,8 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -35,14 +37,17 @@ from supervisor.contract import (
     LoadedLine,
 )
 from supervisor.durable import size_of
-from supervisor.ledger import Ledger, LedgerFailure, tail_after
+from supervisor.ledger import Ledger, LedgerFailure, iterate_backward, tail_after
 from supervisor.replay import Merge, Outcome, Taken, likely_class
+from supervisor.rows import LedgerDamaged
 from supervisor.rundir import RunDirectory, RunError
 from supervisor.sidecars import read_samples, read_state, read_training, set_aside
 
 PUMP_BYTES: Final = 256 * 1024
 LOSS_EMA_DECAY: Final = 0.98
 RATE_WINDOW_STEPS: Final = 50
+AVERAGED_ENTRIES: Final = 500  # what is older weighs less than 1/20,000 in the average
+LOOKED_ENTRIES: Final = 20_000
 STATE_FIELDS: Final = ("step", "epoch", "policy_digest", "targets_seen", "bandit", "arms")
 
 T = TypeVar("T")
@@ -74,6 +79,20 @@ class Gauge:
         if entry.step_seconds is not None:
             self._durations.append(entry.step_seconds)
 
+    def go_on_from(self, ledger: Path, step: int) -> None:
+        """The figures of a history that ends at `step`, as far as its newest entries tell them. The
+        rate is that of a trainer which is gone."""
+        newest: list[Entry] = []
+        with contextlib.suppress(LedgerDamaged, OSError):  # for `verify` to find; these are hints
+            for entry in itertools.islice(iterate_backward(ledger), LOOKED_ENTRIES):
+                if entry.step <= step and (not newest or entry.step < newest[-1].step):
+                    newest.append(entry)
+                if len(newest) == AVERAGED_ENTRIES:
+                    break
+        for entry in reversed(newest):
+            self.take(entry)
+        self._durations.clear()
+
     @property
     def steps_per_second(self) -> float | None:
         total = sum(self._durations)
@@ -100,7 +119,15 @@ class _File:
 
 
 class Recorder:
-    def __init__(self, directory: RunDirectory, ledger: Ledger, samples_keep: int) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        ledger: Ledger,
+        samples_keep: int,
+        epoch: int = 1,
+        base_step: int = 0,
+    ) -> None:
+        """`epoch` is the one that rules, `base_step` where it begins."""
         self._directory = directory
         self._ledger = ledger
         self._samples_keep = samples_keep
@@ -114,13 +141,12 @@ class Recorder:
         self._samples = self._read(read_samples, directory.samples)
         self._training = self._read(read_training, directory.training)
         self._state = self._read(read_state, directory.state)
-        self.gauge = Gauge()
-        if ledger.last is not None:
-            self.gauge.take(ledger.last)
         self.evaluated_step = 0
         self.last_attempt = 0  # the highest that has left receipts
-        self.epoch = 1
-        self._base_step = 0
+        self.epoch = epoch
+        self._base_step = base_step
+        self.gauge = Gauge()
+        self.gauge.go_on_from(ledger.path, self.history_step)
         self.exit_line: ExitLine | None = None
         self._refused = ""  # by the ledger
         self._unreadable = ""

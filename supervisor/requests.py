@@ -60,7 +60,7 @@ def _ask_stop(turn: Turn, event: ev.Asked) -> None:
         turn.set(stop_ids=(*turn.state.stop_ids, event.id))
     match turn.state.phase:
         case "backoff" if turn.state.stage != "reaping":
-            moves.end(turn, "stopped", "stopped as asked")
+            moves.rest(turn)
         case "running":
             moves.begin_stop(turn, "stop")
         case "starting" if turn.state.stage == "loading":
