@@ -182,7 +182,10 @@ def selected(turn: Turn, step: int | None) -> bool:
         moves.start(turn)  # this selection looked at nothing newer
         return True
     if step is None:
-        moves.abort_pivot(turn, "there is no valid checkpoint to begin the new policy from")
+        why = "there is no valid checkpoint to begin the new policy from"
+        if not history_step:
+            why += "; no step is on record either, so `supervisor start` takes any settings"
+        moves.abort_pivot(turn, why)
     elif pivot.to_step is not None or turn.state.alone or step == history_step:
         turn.set(stage="archiving")
         turn.do(ev.Archive(turn.state.durable.epoch, step, pivot))

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import shutil
@@ -29,6 +30,7 @@ MAILBOX_LINES: Final = 256
 PLAIN_INTERVAL_SECONDS: Final = 15.0
 CLOSE_SECONDS: Final = 2.0
 DURATION_SECONDS_MAX: Final = 1e10
+VALUE_CHARACTERS: Final = 100
 
 
 class Reporter:
@@ -129,6 +131,11 @@ def plain_line(status: Json) -> str:
     return f"{status['run']}: {status['phase']}, {', '.join(_facts(status))}"
 
 
+def _short(value: object) -> str:
+    text = "nothing" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= VALUE_CHARACTERS else f"{text[: VALUE_CHARACTERS - 1]}…"
+
+
 def describe(record: ev.Record) -> str:
     """One sentence about a record, or an empty one for what nobody needs to see."""
     match record:
@@ -148,6 +155,14 @@ def describe(record: ev.Record) -> str:
             return f"checkpoint at step {record.step} set aside: {record.reason}"
         case ev.LeftoversRemoved():
             return f"{len(record.names)} leftover files removed, {record.freed_bytes} bytes"
+        case ev.SettingsChanged():
+            changes = "; ".join(
+                f"{key} from {_short(old)} to {_short(new)}"
+                for key, (old, new) in record.changes.items()
+            )
+            if record.policy_digest:
+                return f"no step is on record yet, so the settings are those of now: {changes}"
+            return f"settings changed: {changes}"
         case ev.PivotIntended():
             where = f"back to step {record.to_step}" if record.to_step else f"at: {record.at}"
             return f"pivot {record.request} is wanted ({where})"

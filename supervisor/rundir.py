@@ -81,6 +81,7 @@ class RunDirectory:
         self.supervisor_log = path / contract.SUPERVISOR_LOG_FILE
         self.policies = path / contract.POLICIES
         self.checkpoints = path / contract.CHECKPOINTS
+        self.superseded = path / contract.SUPERSEDED
         self.quarantine = path / contract.QUARANTINE
         self.receipts = path / contract.RECEIPTS
         self.logs = path / contract.LOGS

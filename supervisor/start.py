@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,20 +25,30 @@ import click
 
 from supervisor import client, config as config, events as ev
 from supervisor.attempt_logs import DETACHED_OUTPUT, LogRules
+from supervisor.changes import Change
 from supervisor.channels import ENV_WEBHOOK, Channel, ChannelError, channels, check
-from supervisor.checkpoints import NoSpace, preflight
+from supervisor.checkpoints import NoSpace, find, preflight
 from supervisor.config import ConfigError, Settings
-from supervisor.contract import LOGS, ExitCode, Json, checkpoint_size_bytes
+from supervisor.contract import (
+    LOGS,
+    ContractError,
+    Entry,
+    ExitCode,
+    Json,
+    checkpoint_size_bytes,
+    parse_receipt,
+)
 from supervisor.daemon import Daemon
 from supervisor.durable import size_of
 from supervisor.journal import JournalDamaged, read
+from supervisor.ledger import iterate_backward
 from supervisor.options import Begin, Options
 from supervisor.parentage import deaf_parent
 from supervisor.patience import Limits
 from supervisor.progress import Reporter, number
 from supervisor.records import RecordBroken
 from supervisor.rows import LedgerDamaged
-from supervisor.rundir import LockHeld, RunDirectory, RunError, take_lock
+from supervisor.rundir import LockHeld, RunDirectory, RunError, lock_holder, take_lock
 from supervisor.sdnotify import VARIABLES, ServiceManager, without_variables
 from supervisor.sidecars import read_samples, read_status
 from supervisor.signals import Signals
@@ -265,6 +275,11 @@ def _accept(
 ) -> tuple[Settings, list[ev.Record]]:
     """The recorded settings with what a start may change. Raises Refused for the rest."""
     comparison = config.compare(recorded, requested)
+    everything = [*comparison.identity, *comparison.policy, *comparison.operational]
+    keys = {change.key for change in everything}
+    if keys - {"run.directory"} and "run.name" not in keys and not _begun(durable, directory):
+        settings = config.resolve(requested, recorded.run.id or "")
+        return settings, [_changed(everything, settings, whole=True)]
     identity = [
         change
         for change in comparison.identity
@@ -287,12 +302,44 @@ def _accept(
     if not changes:
         return recorded, []
     recorded = config.accept(recorded, changes)
-    changed = ev.SettingsChanged(
+    return recorded, [_changed(changes, recorded)]
+
+
+def _begun(durable: Durable, directory: RunDirectory) -> bool:
+    """Whether there is anything that other settings could contradict: a step, a checkpoint, an
+    ancestor, or a trainer that may be about to make one."""
+    if durable.best_checkpoint is not None or durable.lineage or durable.imported:
+        return True
+    if len(durable.epochs) > 1 or find(directory.checkpoints) or find(directory.superseded):
+        return True
+    if directory.ledger.exists() and next(iterate_backward(directory.ledger), None) is not None:
+        return True
+    if lock_holder(directory.trainer_lock) is not None:
+        return True
+    return any(map(_has_steps, directory.receipt_files()))
+
+
+def _has_steps(receipts: tuple[int, Path]) -> bool:
+    """Whether receipts hold a step that is not merged yet, or something that nobody can read."""
+    _, path = receipts
+    try:
+        lines = (line for line in path.read_bytes().split(b"\n") if line.strip(b"\0"))
+        return any(isinstance(parse_receipt(line, path.name), Entry) for line in lines)
+    except ContractError:
+        return True
+
+
+def _changed(
+    changes: Iterable[Change], settings: Settings, whole: bool = False
+) -> ev.SettingsChanged:
+    """`whole`: the policy is another one, too."""
+    return ev.SettingsChanged(
         {change.key: [change.recorded, change.requested] for change in changes},
-        recorded.training.steps,
-        config.dump(recorded),
+        settings.training.steps,
+        config.dump(settings),
+        config.policy_digest(settings) if whole else "",
+        config.dump_policy(settings) if whole else "",
     )
-    return recorded, [changed]
 
 
 def _was_policy_once(requested: Settings, durable: Durable) -> bool:

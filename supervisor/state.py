@@ -169,10 +169,16 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
             return replace(durable, wish=record.wish)
         case ev.SettingsChanged():
             *earlier, current = durable.epochs
+            current = replace(
+                current,
+                settings=record.settings,
+                policy=record.policy or current.policy,
+                policy_digest=record.policy_digest or current.policy_digest,
+            )
             return replace(
                 durable,
                 target_step=record.target_step,
-                epochs=(*earlier, replace(current, settings=record.settings)),
+                epochs=(*earlier, current),
                 outcome="",
                 reason="",
             )

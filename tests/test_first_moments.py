@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs_kit import Run
+from runs_kit import PYTHON, Run
 
+from supervisor import config, contract
+from supervisor.pivot import durable_of
 from supervisor.recorder import LOSS_EMA_DECAY
 
 
@@ -72,3 +75,48 @@ def test_a_resume_begins_with_the_step_it_resumes_from(run: Run) -> None:
     steps = [int(step) for step in re.findall(r"step (\d+)/30", run.output())]
     assert steps
     assert min(steps) >= 20
+
+
+# --- a first start that went wrong ----------------------------------------------------------------
+
+
+def test_a_run_without_a_step_takes_any_new_settings(run: Run) -> None:
+    """A typo in a data path locked itself in: the corrected file was refused, and a pivot, too."""
+    right = run.settings["trainer"]["command"]
+    run.set("trainer", command=[PYTHON, "-c", "raise SystemExit(65)"])
+    arm = {"name": "prose", "files": ["nowehre.txt"], "weight": 1.0}
+    run.set("policy", arms=[arm])
+    assert run.finish() == 1
+    run_id = run.file_status()["run_id"]
+    assert run.file_status()["phase"] == "failed"
+
+    run.set("trainer", command=right)
+    run.set("policy", arms=[arm | {"files": ["here.txt"]}])
+    assert run.finish("--set", "training.seed=5", "--set", "training.steps=20") == 0
+    assert "no step is on record yet, so the settings are those of now" in run.output()
+    (changed,) = run.records("settings_changed")
+    assert changed["changes"]["training.seed"] == [0, 5]
+    assert changed["changes"]["training.steps"] == [30, 20]
+    settings = config.load(run.directory / contract.RUN_FILE)
+    assert (settings.run.id, settings.training.seed) == (run_id, 5)
+    assert settings.training.schedule_steps == 20
+    assert "here.txt" in (run.directory / contract.POLICIES / "0001.toml").read_text()
+    (epoch,) = durable_of(run.directory).epochs
+    assert epoch.policy_digest == config.policy_digest(settings)
+    assert run.supervisor("verify", str(run.directory)).returncode == 0
+    # From the first step on the settings are those of the run.
+    assert run.finish("--set", "training.seed=6") == 2
+
+
+@pytest.mark.parametrize("left", ["receipt", "checkpoint"])
+def test_a_step_that_nobody_has_merged_yet_counts_as_one(run: Run, left: str) -> None:
+    run.set("trainer", command=[PYTHON, "-c", "raise SystemExit(65)"])
+    assert run.finish() == 1
+    if left == "receipt":
+        row = {"step": 1, "loss": 2.5, "time": 1.0, "attempt": 1, "epoch": 1}
+        path = run.directory / contract.RECEIPTS / "attempt-0001.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+    else:
+        (run.directory / contract.CHECKPOINTS / "step_000010.bin").write_bytes(b"\n\0\0\0")
+    assert run.finish("--set", "training.seed=6") == 2
+    assert "training.seed: recorded 0, requested 6" in run.output()
