@@ -32,7 +32,7 @@ from supervisor.archive import EpochFiles
 from supervisor.attempt_logs import AttemptLogs
 from supervisor.attendant import LOOK_INTERVAL_SECONDS, Attendant
 from supervisor.checkpoints import find
-from supervisor.commit import RETRY_SECONDS, Pipeline
+from supervisor.commit import RETRY_SECONDS, Pipeline, writable
 from supervisor.contract import Json
 from supervisor.durable import replace_file
 from supervisor.housekeeping import Housekeeper
@@ -48,7 +48,7 @@ from supervisor.rundir import RunDirectory
 from supervisor.sdnotify import ServiceManager, ending, status_line
 from supervisor.signals import INTERRUPT_WORDS, Signals
 from supervisor.space import Watch
-from supervisor.state import State, apply, fold
+from supervisor.state import TERMINAL, State, apply, fold
 from supervisor.status import compose
 from supervisor.wire import FromOperator, FromTrainer, Wire
 from supervisor.worker import Job, Outcome, Worker
@@ -85,17 +85,21 @@ class Daemon:
         self._exit: ev.Exit | None = None
         self._pidfd: int | None = None
         self._spawning: ev.Spawn | None = None
+        self._worked_with = False  # a trainer lives that we found, or has lived in this life
+        self._told_trouble = ""
 
     # --- life ---
 
     def run(self, begin: Begin) -> int:
-        """Supervises until the run ends or this life is told to; returns the exit code."""
+        """Supervises until the run ends or this life is told to; returns the exit code. Raises
+        Unwritable where the disk takes nothing and no trainer lives."""
         try:
             self._open(begin)
             while self._exit is None:
                 self._wait()
                 self._gather()
                 self._work_off()
+                self._look_at_the_disk(time.monotonic())
             self._settle()
             self._write_status(durable=True)  # the worker has written it when `_close` is through
             return self._exit.code
@@ -121,9 +125,23 @@ class Daemon:
             self._alarm("receipts", self.recorder.forget_before(self.state.durable.attempt + 1))
             self._work_off()  # on record too: `_close` waits for the worker
 
+    def _look_at_the_disk(self, now: float) -> None:
+        """Says at once what cannot be written, and goes on trying as long as a trainer lives or its
+        death is not on record. Where none does, nothing is lost by an end."""
+        trouble = self.pipeline.trouble
+        if trouble != self._told_trouble:
+            self._told_trouble = trouble
+            words = f"{trouble}; it is tried again" if trouble else "the disk takes history again"
+            self.log.write(words)
+            self.reporter.say(words)
+        if not (self.attendant.alive or self.attendant.reaping):
+            over = self.state.phase in TERMINAL or self.state.intent == "stop"
+            self.pipeline.check(now, self._worked_with, over)
+
     def _open(self, begin: Begin) -> None:
-        self.journal, lines = Journal.open(self.directory.journal)
-        self.ledger = Ledger.open(self.directory.ledger)
+        with writable(self.directory.path):
+            self.journal, lines = Journal.open(self.directory.journal)
+            self.ledger = Ledger.open(self.directory.ledger)
         self.worker = Worker()
         self.wire = Wire(self._directory_fd)
         become_subreaper()
@@ -195,14 +213,16 @@ class Daemon:
             self.poller.register(part.fileno(), zmq.POLLIN)
         self._alarm("sidecars", "; ".join(self.recorder.set_aside))
         opened = begun.open
+        holders = self.attendant.holders(
+            opened.nonce if opened is not None else "", self.state.durable.spawned
+        )
+        self._worked_with = bool(holders)
         self.log.write(f"supervisor {__version__} owns {self.directory.path.resolve()}")
         self._feed(
             ev.Opened(
                 time.monotonic(),
                 life,
-                self.attendant.holders(
-                    opened.nonce if opened is not None else "", self.state.durable.spawned
-                ),
+                holders,
                 begin.wish,
                 begin.request,
                 begin.from_scratch,
@@ -501,6 +521,7 @@ class Daemon:
         self._spawning = None if self.attendant.ready(time.monotonic()) else effect
         if self._spawning is not None:
             return  # the next turn of the loop tries again
+        self._worked_with = True
         self.wire.expect(effect.attempt, effect.nonce)
         if not self.pipeline.late:
             self._alarm("receipts", self.recorder.forget_before(effect.attempt))

@@ -9,6 +9,7 @@ only under the run's lock.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import resource
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,31 +25,28 @@ from typing import Final
 import click
 
 from supervisor import client, config as config, events as ev
+from supervisor.acceptance import Refused as Refused, accept, created, on_record
 from supervisor.attempt_logs import DETACHED_OUTPUT, LogRules
-from supervisor.changes import Change
 from supervisor.channels import ENV_WEBHOOK, Channel, ChannelError, channels, check
-from supervisor.checkpoints import NoSpace, find, preflight
+from supervisor.checkpoints import NoSpace, preflight
+from supervisor.commit import Unwritable, writable
 from supervisor.config import ConfigError, Settings
 from supervisor.contract import (
     LOGS,
-    ContractError,
-    Entry,
     ExitCode,
     Json,
     checkpoint_size_bytes,
-    parse_receipt,
 )
 from supervisor.daemon import Daemon
 from supervisor.durable import size_of
 from supervisor.journal import JournalDamaged, read
-from supervisor.ledger import iterate_backward
 from supervisor.options import Begin, Options
 from supervisor.parentage import deaf_parent
 from supervisor.patience import Limits
 from supervisor.progress import Reporter, number
 from supervisor.records import RecordBroken
 from supervisor.rows import LedgerDamaged
-from supervisor.rundir import LockHeld, RunDirectory, RunError, lock_holder, take_lock
+from supervisor.rundir import LockHeld, RunDirectory, RunError, take_lock
 from supervisor.sdnotify import VARIABLES, ServiceManager, without_variables
 from supervisor.sidecars import read_samples, read_status
 from supervisor.signals import Signals
@@ -58,14 +56,8 @@ from supervisor.tail import printable
 DETACH_SECONDS: Final = 60.0
 DESCRIPTORS: Final = 8192
 SAMPLES_SHOWN: Final = 3
-
-
-class Refused(Exception):
-    """The operator's request cannot be carried out; `code` is the exit code it deserves."""
-
-    def __init__(self, text: str, code: ExitCode = ExitCode.USAGE) -> None:
-        super().__init__(text)
-        self.code = code
+# What the operator must mend, so that it is no use to start again: the rest may pass by itself.
+OPERATORS: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT})
 
 
 class Owned(Refused):
@@ -97,7 +89,7 @@ def resume_directory(directory: Path, environment: Mapping[str, str], request: R
     if place.run_file.exists():
         settings = config.load(place.run_file)
     else:  # its supervisor was killed in its first moments; the journal says what was to be there
-        settings = _on_record(_journalled(place), place)
+        settings = on_record(_journalled(place), place)
     recorded = settings.tree()
     recorded["run"]["directory"] = str(directory.resolve())
     return _supervise(config.parse(recorded, str(place.run_file)), environment, request)
@@ -116,8 +108,9 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
     manager = _service_manager(environment)
     lock_fd = -1
     try:
-        directory.create()
-        lock_fd = take_lock(directory)
+        with writable(directory.path):
+            directory.create()
+            lock_fd = take_lock(directory)
         settings, records, before = _settle(settings, directory)
         if request.wish == "run" and (words := _forgiven(before)):
             reporter.say(words)
@@ -136,6 +129,9 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         return code
     except LockHeld as held:
         raise Owned(str(held)) from held
+    except Unwritable as problem:
+        mine = problem.errno not in OPERATORS
+        raise Refused(str(problem), ExitCode.OURS if mine else ExitCode.USAGE) from problem
     except (JournalDamaged, LedgerDamaged, RecordBroken, RunError) as damage:
         raise Refused(str(damage), ExitCode.FAILED) from damage
     finally:
@@ -227,14 +223,14 @@ def _settle(
     """
     durable = _journalled(directory)
     if durable != Durable():
-        recorded = _on_record(durable, directory)
-        return *_accept(recorded, settings, durable, directory), durable
+        recorded = on_record(durable, directory)
+        return *accept(recorded, settings, durable, directory), durable
     if directory.run_file.exists():  # a trainer has worked here alone
         recorded = config.load(directory.run_file)
-        begun, accepted = _accept(recorded, settings, durable, directory)
-        return begun, [_created(recorded), *accepted], durable
+        begun, accepted = accept(recorded, settings, durable, directory)
+        return begun, [created(recorded), *accepted], durable
     settings = config.resolve(settings, uuid.uuid4().hex)
-    return settings, [_created(settings)], durable
+    return settings, [created(settings)], durable
 
 
 def _forgiven(before: Durable) -> str:
@@ -249,106 +245,6 @@ def _forgiven(before: Durable) -> str:
 def _journalled(directory: RunDirectory) -> Durable:
     journal = read(directory.journal)[0] if directory.journal.exists() else []
     return fold(filter(None, map(ev.record_from_json, journal)))
-
-
-def _on_record(durable: Durable, directory: RunDirectory) -> Settings:
-    current = durable.epochs[-1].settings
-    if not current:
-        return config.load(directory.run_file)
-    return config.parse_toml(current, str(directory.journal))
-
-
-def _created(settings: Settings) -> ev.RunCreated:
-    assert settings.run.id is not None
-    return ev.RunCreated(
-        settings.run.id,
-        settings.run.name,
-        settings.training.steps,
-        config.policy_digest(settings),
-        config.dump(settings),
-        config.dump_policy(settings),
-    )
-
-
-def _accept(
-    recorded: Settings, requested: Settings, durable: Durable, directory: RunDirectory
-) -> tuple[Settings, list[ev.Record]]:
-    """The recorded settings with what a start may change. Raises Refused for the rest."""
-    comparison = config.compare(recorded, requested)
-    everything = [*comparison.identity, *comparison.policy, *comparison.operational]
-    keys = {change.key for change in everything}
-    if keys - {"run.directory"} and "run.name" not in keys and not _begun(durable, directory):
-        settings = config.resolve(requested, recorded.run.id or "")
-        return settings, [_changed(everything, settings, whole=True)]
-    identity = [
-        change
-        for change in comparison.identity
-        # A file that still says what it said before the run was extended does not shorten it.
-        if not (change.key == "training.steps" and requested.origins.get(change.key) != "flag")
-    ]
-    if identity:
-        lines = "\n".join(f"  {change}" for change in identity)
-        raise Refused(
-            f"{directory.path} is a run with other settings; these cannot change:\n{lines}\n"
-            "give the new run another run.name (or run.directory), or take the recorded values"
-        )
-    if comparison.policy and not _was_policy_once(requested, durable):
-        lines = "\n".join(f"  {change}" for change in comparison.policy)
-        raise Refused(
-            f"{directory.path}: these change how the run learns; only a pivot may"
-            f" (supervisor pivot --policy FILE):\n{lines}"
-        )
-    changes = [c for c in comparison.operational if c.key != "run.directory"]
-    if not changes:
-        return recorded, []
-    recorded = config.accept(recorded, changes)
-    return recorded, [_changed(changes, recorded)]
-
-
-def _begun(durable: Durable, directory: RunDirectory) -> bool:
-    """Whether there is anything that other settings could contradict: a step, a checkpoint, an
-    ancestor, or a trainer that may be about to make one."""
-    if durable.best_checkpoint is not None or durable.lineage or durable.imported:
-        return True
-    if len(durable.epochs) > 1 or find(directory.checkpoints) or find(directory.superseded):
-        return True
-    if directory.ledger.exists() and next(iterate_backward(directory.ledger), None) is not None:
-        return True
-    if lock_holder(directory.trainer_lock) is not None:
-        return True
-    return any(map(_has_steps, directory.receipt_files()))
-
-
-def _has_steps(receipts: tuple[int, Path]) -> bool:
-    """Whether receipts hold a step that is not merged yet, or something that nobody can read."""
-    _, path = receipts
-    try:
-        lines = (line for line in path.read_bytes().split(b"\n") if line.strip(b"\0"))
-        return any(isinstance(parse_receipt(line, path.name), Entry) for line in lines)
-    except ContractError:
-        return True
-
-
-def _changed(
-    changes: Iterable[Change], settings: Settings, whole: bool = False
-) -> ev.SettingsChanged:
-    """`whole`: the policy is another one, too."""
-    return ev.SettingsChanged(
-        {change.key: [change.recorded, change.requested] for change in changes},
-        settings.training.steps,
-        config.dump(settings),
-        config.policy_digest(settings) if whole else "",
-        config.dump_policy(settings) if whole else "",
-    )
-
-
-def _was_policy_once(requested: Settings, durable: Durable) -> bool:
-    """The file from before a pivot asks for nothing new: it is how the run was begun."""
-    return any(
-        epoch.settings
-        and not config.compare(config.parse_toml(epoch.settings, "journal"), requested).policy
-        for epoch in durable.epochs[:-1]
-    )
 
 
 def _options(

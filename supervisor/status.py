@@ -12,7 +12,7 @@ from typing import Final
 
 from supervisor import contract
 from supervisor.contract import Json, encode_number
-from supervisor.recorder import Gauge
+from supervisor.gauge import Gauge
 from supervisor.rundir import RunDirectory, lock_holder
 from supervisor.sidecars import read_status
 from supervisor.state import TERMINAL, State

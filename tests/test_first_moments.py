@@ -12,8 +12,8 @@ import pytest
 from runs_kit import PYTHON, Run
 
 from supervisor import config, contract
+from supervisor.gauge import LOSS_EMA_DECAY
 from supervisor.pivot import durable_of
-from supervisor.recorder import LOSS_EMA_DECAY
 
 
 @pytest.fixture
