@@ -145,7 +145,12 @@ def _cleared(turn: Turn, event: ev.Event) -> None:
     if event.base_step and event.base_step not in turn.state.durable.on_disk:
         moves.start(turn)  # a read-back that was under way found it damaged after all
     elif turn.state.alone:
-        moves.end(turn, "stopped", "pivoted; `supervisor start` trains under the new policy")
+        words = (
+            f"rolled back to step {event.base_step}; `supervisor start` trains on from there"
+            if turn.state.back
+            else "pivoted; `supervisor start` trains under the new policy"
+        )
+        moves.end(turn, "stopped", words)
     elif moves.stop_wanted(turn):
         moves.rest(turn)
     else:

@@ -231,7 +231,9 @@ def archived(turn: Turn, event: ev.Event) -> None:
         )
     )
     turn.do(ev.Regenerate())
-    turn.set(pivoting=False)
+    # The history of the new epoch ends at its base, whatever a branch that was left recorded.
+    step = event.base_step
+    turn.set(pivoting=False, back=pivot.to_step is not None, step=step, history_step=step)
     moves.clear(turn, event.base_step)
 
 

@@ -98,6 +98,14 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
 
 
+def age(seconds: float) -> str:
+    """`45 s`, `26 min`, `5 h`, `3 days`: what matters is the order of it."""
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
 def _facts(status: Json) -> list[str]:
     facts = [f"step {status['step']}/{status['target_step']}"]
     if status["loss"] is not None:
@@ -164,8 +172,9 @@ def describe(record: ev.Record) -> str:
                 return f"no step is on record yet, so the settings are those of now: {changes}"
             return f"settings changed: {changes}"
         case ev.PivotIntended():
-            where = f"back to step {record.to_step}" if record.to_step else f"at: {record.at}"
-            return f"pivot {record.request} is wanted ({where})"
+            if record.to_step is not None:
+                return f"rollback {record.request} to step {record.to_step} is wanted"
+            return f"pivot {record.request} is wanted (at: {record.at})"
         case ev.PivotAborted():
             return f"pivot {record.request} given up, the old policy stays: {record.why}"
         case ev.PolicySwitched():

@@ -381,6 +381,9 @@ class Recorder:
         """Samples and state are those of one epoch; what an earlier one left is in its archive.
         Evaluations above `evaluated_step` are not on record yet."""
         self.epoch, self._base_step, self.evaluated_step = epoch, base_step, evaluated_step
+        if self.gauge.step > self.history_step:  # a rollback: those were figures of another branch
+            self.gauge = Gauge()
+            self.gauge.go_on_from(self._ledger.path, self.history_step)
         kept = [row for row in self._samples if row.get("epoch", epoch) >= epoch]
         if len(kept) != len(self._samples):
             self._samples = kept

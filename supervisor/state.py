@@ -355,6 +355,7 @@ class State:
     restart_ids: tuple[str, ...] = ()
     pivot_ids: tuple[str, ...] = ()
     pivoting: bool = False  # the trainer has left for a pivot; the next selection is its base
+    back: bool = False  # that pivot is a rollback
     alone: bool = False  # this life exists for one pivot only; it ends when that is done
     unlinked_until: float | None = None  # a pivot waits so long for a link, then it signals
     verifying: frozenset[int] = frozenset()

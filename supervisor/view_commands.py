@@ -23,6 +23,7 @@ from supervisor.terminal import complain, find, json_option, print_json, run_arg
 def status(run: str | None, as_json: bool, show_config: bool) -> int:
     """Where a run stands. Exit code: 0 running, 1 dead, 3 not running, 4 unknown."""
     from supervisor import status as view
+    from supervisor.sidecars import unknown_status
 
     directory = find(run)
     if show_config:
@@ -30,6 +31,8 @@ def status(run: str | None, as_json: bool, show_config: bool) -> int:
     found, code = view.observe(directory)
     if found is None:
         complain(f"{directory}: no status yet", code)
+        if as_json:
+            print_json(unknown_status(directory))
     elif as_json:
         print_json(found)
     else:
@@ -53,7 +56,7 @@ _STATE_WORDS = {0: "running", 1: "DEAD", 3: "not running", 4: "unknown"}
 
 def status_text(status: Json, code: int) -> str:
     """The status for a person: state and reason first, then where it stands."""
-    from supervisor.progress import number
+    from supervisor.progress import age, number
     from supervisor.tail import printable
 
     checkpoint = status["checkpoint"]
@@ -70,11 +73,11 @@ def status_text(status: Json, code: int) -> str:
         f" {status['trainer_pid'] or '-'}",
     ]
     if checkpoint["step"] is not None:
-        age = checkpoint.get("age_seconds")
+        seconds = checkpoint.get("age_seconds")
         verified = "verified" if checkpoint["verified"] else "not verified yet"
         lines.append(
             f"  checkpoint  step {checkpoint['step']}, {verified}"
-            + (f", {age:.0f} s old" if age is not None else "")
+            + (f", {age(seconds)} old" if seconds is not None else "")
         )
     if status["grace_seconds"] is not None and code == 0:
         lines.append(
@@ -84,9 +87,14 @@ def status_text(status: Json, code: int) -> str:
         seen = "seen by the trainer" if request["seen"] else "not yet seen by the trainer"
         lines.append(f"  waiting     checkpoint {request['id']} at {request['at']}, {seen}")
     if exit_record["cause"]:
+        how = [
+            f"{key} {exit_record[key]}"
+            for key in ("code", "signal")
+            if exit_record[key] is not None
+        ]
         lines.append(
-            f"  last exit   {exit_record['cause']} (code {exit_record['code']}, signal"
-            f" {exit_record['signal']})"
+            f"  last exit   {exit_record['cause']}"
+            + (f" ({', '.join(how)})" if how else "")
             + (f": {printable(exit_record['message'])}" if exit_record.get("message") else "")
         )
     if replay["verified_steps"] or replay["diverged_steps"]:
@@ -116,11 +124,12 @@ def status_text(status: Json, code: int) -> str:
 def list_command(as_json: bool) -> int:
     """All runs in runs/."""
     from supervisor import status as view
+    from supervisor.progress import number
     from supervisor.rundir import list_runs
 
     rows = []
     for path in list_runs(runs()):
-        found, code = view.observe(path)
+        found, code = _observed(path, view)
         rows.append(
             {
                 "run": path.name,
@@ -137,11 +146,25 @@ def list_command(as_json: bool) -> int:
     if not rows:
         click.echo(f"no runs in {runs()}; start one with: supervisor start --config FILE")
     for row in rows:
+        step, target = ("-" if row[key] is None else row[key] for key in ("step", "target_step"))
         click.echo(
             f"{row['run']:<24} {row['state']:<12} {row['phase'] or '-':<10}"
-            f" step {row['step']}/{row['target_step']}  loss {row['loss']}"
+            f" step {step}/{target}  loss {number(row['loss'])}"
         )
     return 0
+
+
+def _observed(path: Path, view: Any) -> tuple[Json | None, int]:
+    """A run that is damaged hides no other; `status` says what is wrong with it."""
+    from supervisor.journal import JournalDamaged
+    from supervisor.records import RecordBroken
+    from supervisor.rows import LedgerDamaged
+
+    try:
+        found: tuple[Json | None, int] = view.observe(path)
+    except (JournalDamaged, RecordBroken, LedgerDamaged):
+        return None, view.UNKNOWN
+    return found
 
 
 @click.command()

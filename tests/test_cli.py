@@ -71,7 +71,7 @@ def test_status_of_a_stopped_run(stopped: Run, supervisor: Command) -> None:
     assert "run: not running, phase stopped (stopped as asked)" in done.out
     assert "step        25 of 30" in done.out
     assert "checkpoint  step 25, verified" in done.out
-    assert "last exit   stopped (code 0, signal None)" in done.out
+    assert "last exit   stopped (code 0)" in done.out
     assert "replay      1 steps executed again and equal, 1 diverged (first: 12)" in done.out
     assert "ALARM       replay_diverged: step 12" in done.out
 
