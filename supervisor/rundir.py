@@ -146,6 +146,12 @@ def attempt_logs(logs: Path) -> dict[int, Path]:
 # --- locks ---
 
 
+def refuse_owned(directory: RunDirectory) -> None:
+    """Raises LockHeld where somebody supervises the run now. Takes no lock, so it is no promise."""
+    if lock_holder(directory.lock) is not None:
+        raise LockHeld(directory.path, _owner_hint(directory))
+
+
 def take_lock(directory: RunDirectory) -> int:
     """Takes the run's lock for life; the descriptor keeps it. Raises LockHeld with the owner."""
     fd = os.open(directory.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

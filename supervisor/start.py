@@ -46,12 +46,13 @@ from supervisor.patience import Limits
 from supervisor.progress import Reporter, number
 from supervisor.records import RecordBroken
 from supervisor.rows import LedgerDamaged
-from supervisor.rundir import LockHeld, RunDirectory, RunError, take_lock
+from supervisor.rundir import LockHeld, RunDirectory, RunError, refuse_owned, take_lock
 from supervisor.sdnotify import VARIABLES, ServiceManager, without_variables
 from supervisor.sidecars import read_samples, read_status
 from supervisor.signals import Signals
 from supervisor.state import Durable, Rules, fold
 from supervisor.tail import printable
+from supervisor.terminal import PREFIX
 
 DETACH_SECONDS: Final = 60.0
 DESCRIPTORS: Final = 8192
@@ -327,7 +328,16 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
 
     Raises Refused with what it printed where it ends before that.
     """
-    RunDirectory(directory, "run").create()
+    place = RunDirectory(directory, "run")
+    try:
+        with writable(directory):
+            place.create()
+    except Unwritable as problem:
+        raise Refused(str(problem)) from problem
+    try:
+        refuse_owned(place)
+    except LockHeld as held:
+        raise Owned(str(held)) from held
     output = directory / LOGS / DETACHED_OUTPUT
     begin = size_of(output)
     with output.open("ab") as stream:
@@ -346,7 +356,7 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
             if code == 0:
                 click.echo(text)
                 return 0
-            raise Refused(text or f"it ended with exit code {code}", ExitCode(code))
+            raise Refused(own_words(text) or f"it ended with exit code {code}", ExitCode(code))
         try:
             answer = client.ask(
                 directory, "status", id=client.new_request_id(), timeout_seconds=1.0
@@ -354,9 +364,20 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
         except (client.NoSupervisor, client.DeadlinePassed):
             continue
         if answer.result["supervisor_pid"] == process.pid:
-            click.echo(f"supervisor {process.pid} owns {directory}; it prints to {output}")
+            click.echo(
+                f"supervisor {process.pid} owns {directory}; it prints to {output}\n"
+                f"to watch it: supervisor status {directory};"
+                f" supervisor logs {directory} --supervisor -f"
+            )
             return 0
     raise Refused(f"no answer within {DETACH_SECONDS:g} s; look at {output}", ExitCode.DEADLINE)
+
+
+def own_words(text: str) -> str:
+    """What it said of its own end, without the name that is put before it again. Others may have
+    printed into the same file meanwhile."""
+    lines = [line for line in text.splitlines() if line.startswith(PREFIX)]
+    return "\n".join(line.removeprefix(PREFIX) for line in lines) or text
 
 
 __all__ = ["ConfigError", "Refused", "Request", "detach", "resume_directory", "start_from_file"]

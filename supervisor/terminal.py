@@ -13,13 +13,14 @@ from typing import Any, Final
 import click
 
 RUNS_VARIABLE: Final = "SUPERVISOR_RUNS"
+PREFIX: Final = "supervisor: "
 
 Command = Callable[..., Any]
 
 
 def complain(text: str, code: int) -> int:
     for line in text.splitlines():
-        click.echo(f"supervisor: {line}", err=True)
+        click.echo(f"{PREFIX}{line}", err=True)
     return int(code)
 
 

@@ -6,6 +6,7 @@ What may live here: reading a run directory and printing it. Nothing here can st
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,9 @@ def logs(run: str | None, lines: int, follow: bool, attempt: int | None, own: bo
     directory = find(run)
     path = _own_log(directory) if own else _log_of(directory, attempt)
     end = path.stat().st_size  # what is written from here on is the follower's
+    if end == 0 and not own and sys.stderr.isatty():
+        words = f"{path.name}: the trainer has printed nothing so far; its progress:"
+        complain(f"{words} supervisor status {directory}", 0)
     _write("".join(last_lines(path, lines, end)))
     if follow:
         goes_on = attempt is None and not own

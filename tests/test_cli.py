@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import pytest
 from checkpoint_kit import write_checkpoint
 from runs_kit import DEADLINE_SECONDS, Run, kill, wait_until
 
-from supervisor import checkpoints, cli, client, contract, view_commands
+from supervisor import checkpoints, cli, client, contract, start, view_commands
 from supervisor.contract import Json
 
 ROOT = Path(__file__).parent.parent
@@ -378,9 +379,39 @@ def test_a_detached_start_returns_when_it_answers(run: Run, supervisor: Command)
     assert run.wait_for_status(phase="running")["supervisor_pid"] == pid
     second = run.supervisor("start", "--config", str(run.config), "--detach")
     assert second.returncode == 2
-    assert f"already supervised by process {pid}" in second.stderr
+    # One line of its own, and none that the first one has printed.
+    (line,) = second.stderr.splitlines()
+    assert line.startswith(f"supervisor: {run.directory}: already supervised by process {pid}")
+    assert f"supervisor logs {run.directory} --supervisor -f" in started.stdout
     assert supervisor("stop", str(run.directory)).code == 0
     wait_until(lambda: supervisor("status", str(run.directory)).code == 3, "its end")
+
+
+def test_a_detached_start_that_is_refused_says_why_in_its_own_words(run: Run) -> None:
+    """One that lost the race for the lock repeated what the winner had printed."""
+    printed = "run: starting, step 0/30\nsupervisor: run: already supervised by process 7\n"
+    assert start.own_words(printed) == "run: already supervised by process 7"
+    assert run.finish() == 0
+    refused = run.supervisor(
+        "start", "--config", str(run.config), "--detach", "--set", "training.seed=5"
+    )
+    assert refused.returncode == 2
+    assert "supervisor: supervisor:" not in refused.stderr
+    assert "supervisor:   training.seed: recorded 0, requested 5" in refused.stderr
+
+
+def test_the_log_of_a_trainer_that_printed_nothing_says_where_its_progress_is(
+    stopped: Run, supervisor: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    copy = tmp_path / "silent"
+    shutil.copytree(stopped.directory, copy, ignore=shutil.ignore_patterns("sockets"))
+    newest = max((copy / contract.LOGS).glob("attempt-*.log"))
+    newest.write_text("")
+    assert supervisor("logs", str(copy)) == (0, "", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    shown = supervisor("logs", str(copy))
+    assert (shown.code, shown.out) == (0, "")
+    assert f"printed nothing so far; its progress: supervisor status {copy}" in shown.err
 
 
 def test_a_detached_start_of_a_finished_run_says_so(run: Run) -> None:
