@@ -41,6 +41,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     3  proc.py                 what the kernel says of processes and locks
     3  rundir.py               the run directory: where things are, who owns it
     3  sidecars.py             status, samples, state, training, as their readers get them
+    3  gauge.py                the live figures of a run: loss, its average, the rate
     3  recorder.py             receipts into the ledger and the sidecars
     3  readback.py             one checkpoint, proven from the device
     3  checkpoints.py          find, select, set aside, retain
@@ -101,6 +102,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     6  proof_commands.py       verify, history, import
     6  unit.py                 the systemd unit of a run: its text and its quoting
     6  service_commands.py     unit
+    6  acceptance.py           what a start may change in a run that exists
     6  start.py                the start command, before the loop and after it
     6  terminal.py             what all commands share
     6  control_commands.py     start, stop, restart, checkpoint

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
@@ -29,6 +30,25 @@ from supervisor.recorder import Recorder
 from supervisor.worker import Worker
 
 RETRY_SECONDS: Final = 1.0
+UNWRITABLE_SECONDS: Final = 5.0
+
+
+class Unwritable(Exception):
+    """The run directory takes nothing, and nobody is at work whose steps would have to wait."""
+
+    def __init__(self, text: str, error: OSError) -> None:
+        super().__init__(text)
+        self.errno = error.errno
+
+
+@contextlib.contextmanager
+def writable(place: Path) -> Iterator[None]:
+    """What the disk refuses in here, it refuses before anything has begun."""
+    try:
+        yield
+    except OSError as error:
+        name = os.path.abspath(error.filename or place)
+        raise Unwritable(f"{name} cannot be written: {error.strerror}", error) from error
 
 
 class Commit:
@@ -79,7 +99,8 @@ class Commit:
             replace_file(path, content)
         except OSError as error:
             if path not in self._hints:
-                raise
+                words = f"{os.path.abspath(path)} cannot be written: {error.strerror}"
+                raise OSError(error.errno, words) from error
             self.late[path] = content
             self.problem = f"{path} is out of date: {error}"
 
@@ -118,6 +139,8 @@ class Pipeline:
         hints: Collection[Path],
     ) -> None:
         self.trouble = ""
+        self.failure: OSError | None = None  # of the commit that is tried again
+        self.failing_since = 0.0
         self.late: dict[Path, bytes] = {}
         self._hints = hints
         self._again_at: float | None = None  # when the commit that failed is run again
@@ -147,6 +170,17 @@ class Pipeline:
     @property
     def empty(self) -> bool:
         return self.idle and not self._records
+
+    def check(self, now: float, worked_with: bool, over: bool) -> None:
+        """Raises Unwritable where it is no use to try again. No trainer lives now; `worked_with`:
+        one did in this life. `over`: this life ends as soon as that is on record."""
+        error = self.failure
+        if error is None or (worked_with and not over):
+            return
+        patience = 0.0 if over and not worked_with else UNWRITABLE_SECONDS
+        if now - self.failing_since >= patience:
+            words = f"{error.strerror or error}; no trainer lives, so this ends here"
+            raise Unwritable(words, error)
 
     def try_late(self, now: float) -> None:
         """At once: there may be no later."""
@@ -211,9 +245,11 @@ class Pipeline:
             # Nothing is lost: receipts hold the steps and the commit its records. It is tried
             # again until the disk takes it; meanwhile no effect that depends on it happens.
             self.trouble = f"history is not durable: {error}"
+            self.failing_since = self.failing_since if self.failure is not None else now
+            self.failure = error
             self._again_at = now + RETRY_SECONDS
             return None
-        self._commit = None
+        self._commit, self.failure = None, None
         # What this commit wrote is late no more; what it did not touch still is.
         self.late = {**{p: c for p, c in self.late.items() if p not in commit.tried}, **commit.late}
         self.trouble = commit.problem or (self.trouble if self.late else "")

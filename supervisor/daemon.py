@@ -28,12 +28,12 @@ from typing import Final
 import orjson
 import zmq
 
-from supervisor import __version__, contract, events as ev, machine, notices, vigil
+from supervisor import __version__, events as ev, machine, notices, requests, vigil
 from supervisor.archive import EpochFiles
 from supervisor.attempt_logs import AttemptLogs
 from supervisor.attendant import LOOK_INTERVAL_SECONDS, Attendant
 from supervisor.checkpoints import find
-from supervisor.commit import RETRY_SECONDS, Pipeline
+from supervisor.commit import RETRY_SECONDS, Pipeline, writable
 from supervisor.contract import Json
 from supervisor.housekeeping import Housekeeper
 from supervisor.journal import Journal
@@ -48,8 +48,8 @@ from supervisor.rundir import RunDirectory
 from supervisor.sdnotify import ServiceManager, ending, status_line
 from supervisor.signals import INTERRUPT_WORDS, Signals
 from supervisor.space import Watch
-from supervisor.state import State, apply, fold
-from supervisor.status import compose, write
+from supervisor.state import TERMINAL, State, apply, fold
+from supervisor.status import compose, located, write
 from supervisor.wire import FromOperator, FromTrainer, Wire
 from supervisor.worker import Job, Outcome, Worker
 
@@ -85,17 +85,21 @@ class Daemon:
         self._exit: ev.Exit | None = None
         self._pidfd: int | None = None
         self._spawning: ev.Spawn | None = None
+        self._worked_with = False  # a trainer lives that we found, or has lived in this life
+        self._told_trouble = ""
 
     # --- life ---
 
     def run(self, begin: Begin) -> int:
-        """Supervises until the run ends or this life is told to; returns the exit code."""
+        """Supervises until the run ends or this life is told to; returns the exit code. Raises
+        Unwritable where the disk takes nothing and no trainer lives."""
         try:
             self._open(begin)
             while self._exit is None:
                 self._wait()
                 self._gather()
                 self._work_off()
+                self._look_at_the_disk(time.monotonic())
             self._settle()
             self._write_status(durable=True)  # the worker has written it when `_close` is through
             return self._exit.code
@@ -121,13 +125,39 @@ class Daemon:
             self._alarm("receipts", self.recorder.forget_before(self.state.durable.attempt + 1))
             self._work_off()  # on record too: `_close` waits for the worker
 
+    def _look_at_the_disk(self, now: float) -> None:
+        """Says at once what cannot be written, and goes on trying as long as a trainer lives or its
+        death is not on record. Where none does, nothing is lost by an end."""
+        trouble = self.pipeline.trouble
+        if trouble != self._told_trouble:
+            self._told_trouble = trouble
+            words = f"{trouble}; it is tried again" if trouble else "the disk takes history again"
+            self.log.write(words)
+            self.reporter.say(words)
+        if not (self.attendant.alive or self.attendant.reaping):
+            over = self.state.phase in TERMINAL or self.state.intent == "stop"
+            self.pipeline.check(now, self._worked_with, over)
+
     def _open(self, begin: Begin) -> None:
-        self.journal, lines = Journal.open(self.directory.journal)
-        self.ledger = Ledger.open(self.directory.ledger)
+        with writable(self.directory.path):
+            self.journal, lines = Journal.open(self.directory.journal)
+            self.ledger = Ledger.open(self.directory.ledger)
         self.worker = Worker()
         self.wire = Wire(self._directory_fd)
         become_subreaper()
-        self.recorder = Recorder(self.directory, self.ledger, self.options.samples_keep)
+        records = [ev.record_from_json(line) for line in lines]
+        known = [record for record in records if record is not None]
+        durable = fold(known)
+        ruling = durable.epochs[-1]
+        self.recorder = Recorder(
+            self.directory,
+            self.ledger,
+            self.options.samples_keep,
+            ruling.number,
+            ruling.base_step,
+        )
+        step = self.recorder.history_step
+        self.state = State(durable=durable, step=step, history_step=step)
         hints = (self.directory.samples, self.directory.state, self.directory.training)
         self.pipeline = Pipeline(self.ledger, self.journal, self.worker, self.recorder, hints)
         self.files = EpochFiles(
@@ -141,10 +171,6 @@ class Daemon:
         self.poller = zmq.Poller()
         for source in (self.wire.trainer, self.wire.operator):
             self.poller.register(source, zmq.POLLIN)
-        records = [ev.record_from_json(line) for line in lines]
-        known = [record for record in records if record is not None]
-        durable = fold(known)
-        self.state = State(durable=durable)
         self.watch = notices.watch_of(known)
         self.notifier = Notifier(
             self.options.channels, self.options.environment, self.options.home, self.log.write
@@ -187,14 +213,16 @@ class Daemon:
             self.poller.register(part.fileno(), zmq.POLLIN)
         self._alarm("sidecars", "; ".join(self.recorder.set_aside))
         opened = begun.open
+        holders = self.attendant.holders(
+            opened.nonce if opened is not None else "", self.state.durable.spawned
+        )
+        self._worked_with = bool(holders)
         self.log.write(f"supervisor {__version__} owns {self.directory.path.resolve()}")
         self._feed(
             ev.Opened(
                 time.monotonic(),
                 life,
-                self.attendant.holders(
-                    opened.nonce if opened is not None else "", self.state.durable.spawned
-                ),
+                holders,
                 begin.wish,
                 begin.request,
                 begin.from_scratch,
@@ -274,7 +302,7 @@ class Daemon:
                 case FromOperator("status", content):
                     self.wire.reply(content["id"], "done", "", self.status())
                 case FromOperator(verb, content):
-                    self._inbox.append(_asked(now, verb, content))
+                    self._inbox.append(requests.of_message(now, verb, content))
         if self.recorder.at_end():
             # Only now: a checkpoint is bound to the entry of its step, and the receipt of that was
             # written before the message. A death does not hurry it.
@@ -448,29 +476,18 @@ class Daemon:
             case ev.Retain():
                 self._retain(effect.newest_verified)
             case ev.Reply():
-                self.wire.reply(effect.id, effect.outcome, effect.why, self._located(effect.result))
+                self.wire.reply(
+                    effect.id, effect.outcome, effect.why, located(self.directory, effect.result)
+                )
             case ev.Exit():
                 self._exit = effect
-
-    def _located(self, result: Json) -> Json:
-        """A step in a reply comes with the path of its checkpoint."""
-        step = result.get("step")
-        if not isinstance(step, int):
-            return result
-        path = self.directory.checkpoints / f"{contract.checkpoint_stem(step)}.bin"
-        return {**result, "path": str(path.resolve())}
-
-    def _pins(self) -> set[int]:
-        pivot = self.state.durable.pivot
-        wanted = {pivot.to_step} if pivot is not None and pivot.to_step is not None else set()
-        return {*self.state.durable.pins, *wanted}
 
     def _retain(self, newest_verified: int) -> None:
         self.housekeeper.retain(
             self.options.keep_last,
             self.options.keep_every,
             self.options.keep_superseded,
-            self._pins(),
+            self.state.durable.kept,
             self.state.durable.verified | {newest_verified},
         )
 
@@ -482,7 +499,7 @@ class Daemon:
         self.housekeeper.reclaim(
             wanted_bytes,
             self.options.keep_every,
-            self._pins(),
+            durable.kept,
             durable.verified,
             (durable.open.attempt, durable.open.nonce),
             done,
@@ -493,6 +510,7 @@ class Daemon:
         self._spawning = None if self.attendant.ready(time.monotonic()) else effect
         if self._spawning is not None:
             return  # the next turn of the loop tries again
+        self._worked_with = True
         self.wire.expect(effect.attempt, effect.nonce)
         if not self.pipeline.late:
             self._alarm("receipts", self.recorder.forget_before(effect.attempt))
@@ -578,15 +596,3 @@ class Daemon:
         self.watch, notice = notices.judge(self.watch, record)
         if notice is not None:
             self.notifier.offer(notices.compose(notice, self.status(), time.time()))
-
-
-def _asked(now: float, verb: str, content: Json) -> ev.Asked:
-    return ev.Asked(
-        now,
-        content["id"],
-        verb,
-        content.get("at", "now"),
-        step=content.get("step", 0),
-        why=content.get("why", ""),
-        content={"to_step": None, **content} if verb == "pivot" else {},
-    )

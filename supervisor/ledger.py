@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self
@@ -43,6 +43,7 @@ from supervisor.rows import (
     LedgerDamaged,
     hash_range,
     is_ours,
+    rows_backward,
     skip_space,
     whole_rows,
     window,
@@ -321,6 +322,23 @@ def _read_torn(path: StrPath, data: bytes) -> tuple[list[Entry], str | None]:
         f"{path}: torn after entry {len(rows)}: the {len(data) - end} bytes from offset {end} on"
         " are no whole entry"
     )
+
+
+def iterate_backward(path: StrPath) -> Iterator[Entry]:
+    """Whole entries, newest first, read from the tail in blocks; a torn tail is passed by.
+
+    Raises LedgerDamaged where something other than the tail is no whole entry. A file in another
+    layout than ours is read whole.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if is_ours(descriptor):
+            limit = without_nuls(descriptor, 0, os.fstat(descriptor).st_size)
+            yield from (row.entry for row in rows_backward(path, descriptor, limit))
+            return
+    finally:
+        os.close(descriptor)
+    yield from reversed(read_entries(path)[0])
 
 
 def canonical(entries: Iterable[Entry]) -> list[Entry]:

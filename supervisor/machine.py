@@ -69,7 +69,8 @@ def _adopt(turn: Turn, found: ev.Holder, wish: str, stepped: bool) -> None:
     opened = turn.state.durable.open
     assert opened is not None
     turn.append(ev.AttemptAdopted(opened.attempt, found.pid))
-    turn.set(trainer_pid=found.pid, step=opened.resume_step, ready=stepped)
+    step = max(opened.resume_step, turn.state.history_step if stepped else 0)
+    turn.set(trainer_pid=found.pid, step=step, ready=stepped)
     place = ("running", "") if stepped else ("starting", "loading")
     turn.set(phase=place[0], stage=place[1])
     vigil.begin(turn, opened.resume_step)
@@ -87,7 +88,7 @@ def _merged(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Merged)
     turn.set(history_step=event.step, step=event.step, merged_attempt=event.attempt)
     if moves.stop_wanted(turn):
-        moves.end(turn, "stopped", "stopped as asked")
+        moves.rest(turn)
         return
     turn.set(stage="selecting")
     turn.do(ev.Select(ceiling=pivoting.ceiling(turn)))
@@ -118,7 +119,7 @@ def _selected(turn: Turn, event: ev.Event) -> None:
         turn.do(ev.Retain(newest_verified=event.step))
         moves.end(turn, "finished", f"reached step {event.step}")
     elif moves.stop_wanted(turn):
-        moves.end(turn, "stopped", "stopped as asked")
+        moves.rest(turn)
     elif event.step is None and durable.best_checkpoint and not turn.state.from_scratch:
         moves.fail(turn, _none_is_left(durable))
     elif moves.budget_spent(turn) and not turn.state.restart_ids:
@@ -159,9 +160,14 @@ def _cleared(turn: Turn, event: ev.Event) -> None:
     if event.base_step and event.base_step not in turn.state.durable.on_disk:
         moves.start(turn)  # a read-back that was under way found it damaged after all
     elif turn.state.alone:
-        moves.end(turn, "stopped", "pivoted; `supervisor start` trains under the new policy")
+        words = (
+            f"rolled back to step {event.base_step}; `supervisor start` trains on from there"
+            if turn.state.back
+            else "pivoted; `supervisor start` trains under the new policy"
+        )
+        moves.end(turn, "stopped", words)
     elif moves.stop_wanted(turn):
-        moves.end(turn, "stopped", "stopped as asked")
+        moves.rest(turn)
     else:
         moves.spawn(turn, event.base_step)
 

@@ -25,10 +25,19 @@ UNSAVED: Final = "unsaved"  # the alarm from the first save that fails to the ne
 
 def start(turn: Turn) -> None:
     if stop_wanted(turn):
-        end(turn, "stopped", "stopped as asked")
+        rest(turn)
         return
     turn.set(phase="starting", stage="merging", deadline=None, trainer_phase="", intent="")
     turn.do(ev.Merge())
+
+
+def rest(turn: Turn) -> None:
+    """Stopped, while nothing lives. What has finished stays finished: there is nothing to stop."""
+    durable = turn.state.durable
+    if durable.outcome == "finished":
+        end(turn, "finished", durable.reason)
+    else:
+        end(turn, "stopped", "stopped as asked")
 
 
 def clear(turn: Turn, base_step: int) -> None:

@@ -182,7 +182,10 @@ def selected(turn: Turn, step: int | None) -> bool:
         moves.start(turn)  # this selection looked at nothing newer
         return True
     if step is None:
-        moves.abort_pivot(turn, "there is no valid checkpoint to begin the new policy from")
+        why = "there is no valid checkpoint to begin the new policy from"
+        if not history_step:
+            why += "; no step is on record either, so `supervisor start` takes any settings"
+        moves.abort_pivot(turn, why)
     elif pivot.to_step is not None or turn.state.alone or step == history_step:
         turn.set(stage="archiving")
         turn.do(ev.Archive(turn.state.durable.epoch, step, pivot))
@@ -228,7 +231,9 @@ def archived(turn: Turn, event: ev.Event) -> None:
         )
     )
     turn.do(ev.Regenerate())
-    turn.set(pivoting=False)
+    # The history of the new epoch ends at its base, whatever a branch that was left recorded.
+    step = event.base_step
+    turn.set(pivoting=False, back=pivot.to_step is not None, step=step, history_step=step)
     moves.clear(turn, event.base_step)
 
 

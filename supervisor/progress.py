@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import shutil
@@ -29,6 +30,7 @@ MAILBOX_LINES: Final = 256
 PLAIN_INTERVAL_SECONDS: Final = 15.0
 CLOSE_SECONDS: Final = 2.0
 DURATION_SECONDS_MAX: Final = 1e10
+VALUE_CHARACTERS: Final = 100
 
 
 def has_controls() -> bool:
@@ -106,6 +108,14 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
 
 
+def age(seconds: float) -> str:
+    """`45 s`, `26 min`, `5 h`, `3 days`: what matters is the order of it."""
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
 # What matters more stays longer where a line is short. Nobody looks at a live line for anything
 # more than for how far it is and how long it will take.
 _STEP, _LEFT, _ALARMS, _LOSS, _RATE, _AVERAGE, _RESTARTS, _CHECKPOINT = range(8)
@@ -162,6 +172,11 @@ def plain_line(status: Json) -> str:
     return f"{status['run']}: {status['phase']}, {_joined(_facts(status))}"
 
 
+def _short(value: object) -> str:
+    text = "nothing" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= VALUE_CHARACTERS else f"{text[: VALUE_CHARACTERS - 1]}…"
+
+
 def describe(record: ev.Record) -> str:
     """One sentence about a record, or an empty one for what nobody needs to see."""
     match record:
@@ -181,9 +196,18 @@ def describe(record: ev.Record) -> str:
             return f"checkpoint at step {record.step} set aside: {record.reason}"
         case ev.LeftoversRemoved():
             return f"{len(record.names)} leftover files removed, {record.freed_bytes} bytes"
+        case ev.SettingsChanged():
+            changes = "; ".join(
+                f"{key} from {_short(old)} to {_short(new)}"
+                for key, (old, new) in record.changes.items()
+            )
+            if record.policy_digest:
+                return f"no step is on record yet, so the settings are those of now: {changes}"
+            return f"settings changed: {changes}"
         case ev.PivotIntended():
-            where = f"back to step {record.to_step}" if record.to_step else f"at: {record.at}"
-            return f"pivot {record.request} is wanted ({where})"
+            if record.to_step is not None:
+                return f"rollback {record.request} to step {record.to_step} is wanted"
+            return f"pivot {record.request} is wanted (at: {record.at})"
         case ev.PivotAborted():
             return f"pivot {record.request} given up, the old policy stays: {record.why}"
         case ev.PolicySwitched():

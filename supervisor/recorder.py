@@ -35,49 +35,16 @@ from supervisor.contract import (
     LoadedLine,
 )
 from supervisor.durable import size_of
+from supervisor.gauge import Gauge as Gauge
 from supervisor.ledger import Ledger, LedgerFailure
 from supervisor.replay import Merge, Outcome, Taken, likely_class
 from supervisor.rundir import RunDirectory, RunError
 from supervisor.sidecars import read_samples, read_state, read_training, set_aside
 
 PUMP_BYTES: Final = 256 * 1024
-LOSS_EMA_DECAY: Final = 0.98
-RATE_WINDOW_STEPS: Final = 50
 STATE_FIELDS: Final = ("step", "epoch", "policy_digest", "targets_seen", "bandit", "arms")
 
 T = TypeVar("T")
-
-
-class Gauge:
-    """Live figures of the run for status and views: not facts, and lost with this life."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.loss: float | None = None
-        self.loss_ema: float | None = None
-        self.arm: str | None = None
-        self.epoch: int | None = None
-        self.time: float | None = None
-        self.evaluation: Json | None = None
-        self._durations: deque[float] = deque(maxlen=RATE_WINDOW_STEPS)
-
-    def take(self, entry: Entry) -> None:
-        self.step, self.loss, self.arm = entry.step, entry.loss, entry.arm
-        self.epoch, self.time = entry.epoch, entry.time
-        if entry.loss == entry.loss and abs(entry.loss) != float("inf"):
-            before = self.loss_ema
-            self.loss_ema = (
-                entry.loss
-                if before is None
-                else LOSS_EMA_DECAY * before + (1 - LOSS_EMA_DECAY) * entry.loss
-            )
-        if entry.step_seconds is not None:
-            self._durations.append(entry.step_seconds)
-
-    @property
-    def steps_per_second(self) -> float | None:
-        total = sum(self._durations)
-        return len(self._durations) / total if total > 0 else None
 
 
 @dataclass(slots=True)
@@ -100,7 +67,15 @@ class _File:
 
 
 class Recorder:
-    def __init__(self, directory: RunDirectory, ledger: Ledger, samples_keep: int) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        ledger: Ledger,
+        samples_keep: int,
+        epoch: int = 1,
+        base_step: int = 0,
+    ) -> None:
+        """`epoch` is the one that rules, `base_step` where it begins."""
         self._directory = directory
         self._ledger = ledger
         self._samples_keep = samples_keep
@@ -114,13 +89,12 @@ class Recorder:
         self._samples = self._read(read_samples, directory.samples)
         self._training = self._read(read_training, directory.training)
         self._state = self._read(read_state, directory.state)
-        self.gauge = Gauge()
-        if ledger.last is not None:
-            self.gauge.take(ledger.last)
         self.evaluated_step = 0
         self.last_attempt = 0  # the highest that has left receipts
-        self.epoch = 1
-        self._base_step = 0
+        self.epoch = epoch
+        self._base_step = base_step
+        self.gauge = Gauge()
+        self.gauge.go_on_from(ledger.path, self.history_step)
         self.exit_line: ExitLine | None = None
         self._refused = ""  # by the ledger
         self._unreadable = ""
@@ -407,6 +381,9 @@ class Recorder:
         """Samples and state are those of one epoch; what an earlier one left is in its archive.
         Evaluations above `evaluated_step` are not on record yet."""
         self.epoch, self._base_step, self.evaluated_step = epoch, base_step, evaluated_step
+        if self.gauge.step > self.history_step:  # a rollback: those were figures of another branch
+            self.gauge = Gauge()
+            self.gauge.go_on_from(self._ledger.path, self.history_step)
         kept = [row for row in self._samples if row.get("epoch", epoch) >= epoch]
         if len(kept) != len(self._samples):
             self._samples = kept

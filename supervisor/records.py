@@ -81,11 +81,14 @@ class Wished:
 
 @dataclass(frozen=True, slots=True)
 class SettingsChanged:
-    """Operational settings accepted on a `start`: key -> [old, new]."""
+    """Settings accepted on a `start`: key -> [old, new]. Those of a run that has begun are
+    operational; of one without a step they may be any, and then the policy is here, too."""
 
     changes: dict[str, list[Any]]
     target_step: int
     settings: str = ""
+    policy_digest: str = ""
+    policy: str = ""
 
 
 @dataclass(frozen=True, slots=True)

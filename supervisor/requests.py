@@ -10,7 +10,21 @@ from collections.abc import Callable
 from typing import Final
 
 from supervisor import events as ev, moves, pivoting
+from supervisor.contract import Json
 from supervisor.state import Pending, Turn
+
+
+def of_message(now: float, verb: str, content: Json) -> ev.Asked:
+    """The checked content of an operator's message, as an event."""
+    return ev.Asked(
+        now,
+        content["id"],
+        verb,
+        content.get("at", "now"),
+        step=content.get("step", 0),
+        why=content.get("why", ""),
+        content={"to_step": None, **content} if verb == "pivot" else {},
+    )
 
 
 def asked(turn: Turn, event: ev.Event) -> None:
@@ -60,7 +74,7 @@ def _ask_stop(turn: Turn, event: ev.Asked) -> None:
         turn.set(stop_ids=(*turn.state.stop_ids, event.id))
     match turn.state.phase:
         case "backoff" if turn.state.stage != "reaping":
-            moves.end(turn, "stopped", "stopped as asked")
+            moves.rest(turn)
         case "running":
             moves.begin_stop(turn, "stop")
         case "starting" if turn.state.stage == "loading":

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -120,3 +121,16 @@ def hash_range(hasher: hashlib._Hash, descriptor: int, start: int, stop: int) ->
     """Feeds the bytes [start, stop) of a file to a hasher."""
     for offset in range(start, stop, BLOCK_BYTES):
         hasher.update(read_range(descriptor, offset, min(offset + BLOCK_BYTES, stop)))
+
+
+def rows_backward(path: StrPath, descriptor: int, limit: int) -> Iterator[Row]:
+    """The rows of our format before `limit`, newest first; what is torn before it is passed by."""
+    start, rows = window(path, descriptor, limit)
+    while rows:
+        yield from reversed(rows)
+        limit = start - len(SEPARATOR)
+        if limit <= len(OPENING):
+            return
+        start, rows = window(path, descriptor, limit)
+        if not rows or rows[-1].end != limit:
+            raise LedgerDamaged(f"{path}: what ends at offset {limit} is not a whole entry")

@@ -83,6 +83,7 @@ class RunDirectory:
         self.supervisor_log = path / contract.SUPERVISOR_LOG_FILE
         self.policies = path / contract.POLICIES
         self.checkpoints = path / contract.CHECKPOINTS
+        self.superseded = path / contract.SUPERSEDED
         self.quarantine = path / contract.QUARANTINE
         self.receipts = path / contract.RECEIPTS
         self.logs = path / contract.LOGS
@@ -162,6 +163,12 @@ def attempt_logs(logs: Path) -> dict[int, Path]:
 
 
 # --- locks ---
+
+
+def refuse_owned(directory: RunDirectory) -> None:
+    """Raises LockHeld where somebody supervises the run now. Takes no lock, so it is no promise."""
+    if lock_holder(directory.lock) is not None:
+        raise LockHeld(directory.path, _owner_hint(directory))
 
 
 def take_lock(directory: RunDirectory) -> int:

@@ -109,6 +109,12 @@ def _filled(value: Any, shape: _Shape, where: str) -> Json:
     }
 
 
+def unknown_status(directory: Path) -> Json:
+    """What there is to say of a run of which nothing is on record: every key, and no value."""
+    place = {"schema_version": 1, "directory": str(directory.resolve())}
+    return {**place, **_filled({}, _STATUS, str(directory))}
+
+
 def read_status(directory: Path) -> Json | None:
     """The status of a run with every key that a reader relies on; None where there is none.
 

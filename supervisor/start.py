@@ -9,6 +9,7 @@ only under the run's lock.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import resource
@@ -26,9 +27,11 @@ from typing import Final
 import click
 
 from supervisor import client, config as config, events as ev
+from supervisor.acceptance import Refused as Refused, accept, created, on_record
 from supervisor.attempt_logs import DETACHED_OUTPUT, LogRules
 from supervisor.channels import ENV_WEBHOOK, Channel, ChannelError, channels, check
 from supervisor.checkpoints import NoSpace, preflight
+from supervisor.commit import Unwritable, writable
 from supervisor.config import ConfigError, Settings
 from supervisor.contract import LOGS, RUN_FILE, ExitCode, Json, checkpoint_size_bytes
 from supervisor.daemon import Daemon
@@ -42,24 +45,26 @@ from supervisor.patience import Limits
 from supervisor.progress import Reporter, number
 from supervisor.records import RecordBroken
 from supervisor.rows import LedgerDamaged
-from supervisor.rundir import LockHeld, RunDirectory, RunError, refuse_foreign, take_lock
+from supervisor.rundir import (
+    LockHeld,
+    RunDirectory,
+    RunError,
+    refuse_foreign,
+    refuse_owned,
+    take_lock,
+)
 from supervisor.sdnotify import VARIABLES, ServiceManager, without_variables
 from supervisor.sidecars import read_samples, read_status
 from supervisor.signals import Signals
 from supervisor.state import Durable, Rules, fold
 from supervisor.tail import printable
+from supervisor.terminal import PREFIX
 
 DETACH_SECONDS: Final = 60.0
 DESCRIPTORS: Final = 8192
 SAMPLES_SHOWN: Final = 3
-
-
-class Refused(Exception):
-    """The operator's request cannot be carried out; `code` is the exit code it deserves."""
-
-    def __init__(self, text: str, code: ExitCode = ExitCode.USAGE) -> None:
-        super().__init__(text)
-        self.code = code
+# What the operator must mend, so that it is no use to start again: the rest may pass by itself.
+OPERATORS: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT})
 
 
 class Owned(Refused):
@@ -91,7 +96,7 @@ def resume_directory(directory: Path, environment: Mapping[str, str], request: R
     if place.run_file.exists():
         settings = config.load(place.run_file)
     else:  # its supervisor was killed in its first moments; the journal says what was to be there
-        settings = _on_record(_journalled(place), place)
+        settings = on_record(_journalled(place), place)
     recorded = settings.tree()
     recorded["run"]["directory"] = str(directory.resolve())
     with forgiving("stdout"):
@@ -112,10 +117,11 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
     manager = _service_manager(environment)
     lock_fd = -1
     try:
-        if request.wish != "stop":
-            _check_epochs(settings, directory)
-        directory.create()
-        lock_fd = take_lock(directory)
+        with writable(directory.path):
+            if request.wish != "stop":
+                _check_epochs(settings, directory)
+            directory.create()
+            lock_fd = take_lock(directory)
         settings, records, before = _settle(settings, directory)
         if request.wish == "run" and (words := _forgiven(before)):
             reporter.say(words)
@@ -134,6 +140,9 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         return code
     except LockHeld as held:
         raise Owned(str(held)) from held
+    except Unwritable as problem:
+        mine = problem.errno not in OPERATORS
+        raise Refused(str(problem), ExitCode.OURS if mine else ExitCode.USAGE) from problem
     except (JournalDamaged, LedgerDamaged, RecordBroken, RunError) as damage:
         raise Refused(str(damage), ExitCode.FAILED) from damage
     finally:
@@ -235,7 +244,7 @@ def _check_epochs(settings: Settings, directory: RunDirectory) -> None:
     run, or more than an old one had. Nothing else needs the data before the trainer loads it."""
     durable = _journalled(directory)
     if durable != Durable() or directory.run_file.exists():
-        recorded = _on_record(durable, directory)
+        recorded = on_record(durable, directory)
         if settings.training.steps <= recorded.training.steps:
             return
         longer = (c for c in config.compare(recorded, settings).operational if _is_steps(c))
@@ -262,14 +271,14 @@ def _settle(
     """
     durable = _journalled(directory)
     if durable != Durable():
-        recorded = _on_record(durable, directory)
-        return *_accept(recorded, settings, durable, directory), durable
+        recorded = on_record(durable, directory)
+        return *accept(recorded, settings, durable, directory), durable
     if directory.run_file.exists():  # a trainer has worked here alone
         recorded = config.load(directory.run_file)
-        begun, accepted = _accept(recorded, settings, durable, directory)
-        return begun, [_created(recorded), *accepted], durable
+        begun, accepted = accept(recorded, settings, durable, directory)
+        return begun, [created(recorded), *accepted], durable
     settings = config.resolve(settings, uuid.uuid4().hex)
-    return settings, [_created(settings)], durable
+    return settings, [created(settings)], durable
 
 
 def _forgiven(before: Durable) -> str:
@@ -284,69 +293,6 @@ def _forgiven(before: Durable) -> str:
 def _journalled(directory: RunDirectory) -> Durable:
     journal = read(directory.journal)[0] if directory.journal.exists() else []
     return fold(filter(None, map(ev.record_from_json, journal)))
-
-
-def _on_record(durable: Durable, directory: RunDirectory) -> Settings:
-    current = durable.epochs[-1].settings
-    if not current:
-        return config.load(directory.run_file)
-    return config.parse_toml(current, str(directory.journal))
-
-
-def _created(settings: Settings) -> ev.RunCreated:
-    assert settings.run.id is not None
-    return ev.RunCreated(
-        settings.run.id,
-        settings.run.name,
-        settings.training.steps,
-        config.policy_digest(settings),
-        config.dump(settings),
-        config.dump_policy(settings),
-    )
-
-
-def _accept(
-    recorded: Settings, requested: Settings, durable: Durable, directory: RunDirectory
-) -> tuple[Settings, list[ev.Record]]:
-    """The recorded settings with what a start may change. Raises Refused for the rest."""
-    comparison = config.compare(recorded, requested)
-    identity = [
-        change
-        for change in comparison.identity
-        # A file that still says what it said before the run was extended does not shorten it.
-        if not (change.key == "training.steps" and requested.origins.get(change.key) != "flag")
-    ]
-    if identity:
-        lines = "\n".join(f"  {change}" for change in identity)
-        raise Refused(
-            f"{directory.path} is a run with other settings; start cannot change these:\n{lines}\n"
-            "give the new run another run.name (or run.directory), or take the recorded values"
-        )
-    if comparison.policy and not _was_policy_once(requested, durable):
-        lines = "\n".join(f"  {change}" for change in comparison.policy)
-        raise Refused(
-            f"{directory.path}: these change how the run learns; only a pivot may"
-            f" (supervisor pivot --policy FILE):\n{lines}"
-        )
-    changes = [c for c in comparison.operational if c.key != "run.directory"]
-    if not changes:
-        return recorded, []
-    recorded = config.accept(recorded, changes)
-    changed = ev.SettingsChanged(
-        {change.key: [change.recorded, change.requested] for change in changes},
-        recorded.training.steps,
-        config.dump(recorded),
-    )
-    return recorded, [changed]
-
-
-def _was_policy_once(requested: Settings, durable: Durable) -> bool:
-    """The file from before a pivot asks for nothing new: it is how the run was begun."""
-    return any(
-        epoch.settings
-        and not config.compare(config.parse_toml(epoch.settings, "journal"), requested).policy
-        for epoch in durable.epochs[:-1]
-    )
 
 
 def _options(
@@ -429,8 +375,17 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
 
     Raises Refused with what it printed where it ends before that.
     """
-    refuse_foreign(RunDirectory(directory, "run"))
-    RunDirectory(directory, "run").create()
+    place = RunDirectory(directory, "run")
+    refuse_foreign(place)
+    try:
+        with writable(directory):
+            place.create()
+    except Unwritable as problem:
+        raise Refused(str(problem)) from problem
+    try:
+        refuse_owned(place)
+    except LockHeld as held:
+        raise Owned(str(held)) from held
     output = directory / LOGS / DETACHED_OUTPUT
     begin = size_of(output)
     with output.open("ab") as stream:
@@ -449,7 +404,7 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
             if code == 0:
                 click.echo(text)
                 return 0
-            raise _ended(code, text)
+            raise _ended(code, own_words(text))
         try:
             answer = client.ask(
                 directory, "status", id=client.new_request_id(), timeout_seconds=1.0
@@ -457,7 +412,11 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
         except (client.NoSupervisor, client.DeadlinePassed):
             continue
         if answer.result["supervisor_pid"] == process.pid:
-            click.echo(f"supervisor {process.pid} owns {directory}; it prints to {output}")
+            click.echo(
+                f"supervisor {process.pid} owns {directory}; it prints to {output}\n"
+                f"to watch it: supervisor status {directory};"
+                f" supervisor logs {directory} --supervisor -f"
+            )
             return 0
     raise Refused(f"no answer within {DETACH_SECONDS:g} s; look at {output}", ExitCode.DEADLINE)
 
@@ -469,6 +428,13 @@ def _ended(code: int, text: str) -> Refused:
         return Refused(text or f"it ended with exit code {code}", ExitCode(code))
     how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
     return Refused(f"{text}\nit ended with {how}".strip(), ExitCode.OURS)
+
+
+def own_words(text: str) -> str:
+    """What it said of its own end, without the name that is put before it again. Others may have
+    printed into the same file meanwhile."""
+    lines = [line for line in text.splitlines() if line.startswith(PREFIX)]
+    return "\n".join(line.removeprefix(PREFIX) for line in lines) or text
 
 
 __all__ = ["ConfigError", "Refused", "Request", "detach", "resume_directory", "start_from_file"]

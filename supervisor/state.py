@@ -130,6 +130,13 @@ class Durable:
             epoch = epochs[epoch.parent]
         return epoch, until
 
+    @property
+    def kept(self) -> frozenset[int]:
+        """The steps whose checkpoints stay whatever retention says: pins, and where a rollback that
+        is under way goes back to."""
+        to_step = None if self.pivot is None else self.pivot.to_step
+        return self.pins if to_step is None else self.pins | {to_step}
+
     def parent_of(self, to_step: int | None) -> Epoch:
         """The epoch that a pivot would follow: the one that rules or, of a rollback, the one under
         which its step was made."""
@@ -169,10 +176,16 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
             return replace(durable, wish=record.wish)
         case ev.SettingsChanged():
             *earlier, current = durable.epochs
+            current = replace(
+                current,
+                settings=record.settings,
+                policy=record.policy or current.policy,
+                policy_digest=record.policy_digest or current.policy_digest,
+            )
             return replace(
                 durable,
                 target_step=record.target_step,
-                epochs=(*earlier, replace(current, settings=record.settings)),
+                epochs=(*earlier, current),
                 outcome="",
                 reason="",
             )
@@ -349,6 +362,7 @@ class State:
     restart_ids: tuple[str, ...] = ()
     pivot_ids: tuple[str, ...] = ()
     pivoting: bool = False  # the trainer has left for a pivot; the next selection is its base
+    back: bool = False  # that pivot is a rollback
     alone: bool = False  # this life exists for one pivot only; it ends when that is done
     unlinked_until: float | None = None  # a pivot waits so long for a link, then it signals
     verifying: frozenset[int] = frozenset()

@@ -12,13 +12,15 @@ from typing import Final
 
 import orjson
 
-from supervisor import contract
+from supervisor import contract, events as ev
 from supervisor.contract import Json, encode_number
 from supervisor.durable import replace_file
-from supervisor.recorder import Gauge
+from supervisor.gauge import Gauge
+from supervisor.journal import read
+from supervisor.ledger import iterate_backward
 from supervisor.rundir import RunDirectory, lock_holder
 from supervisor.sidecars import read_status
-from supervisor.state import TERMINAL, State
+from supervisor.state import TERMINAL, Durable, State, fold
 
 SCHEMA_VERSION: Final = 1
 
@@ -31,7 +33,7 @@ def compose(
     gauge: Gauge,
     *,
     trouble: str,
-    supervisor_pid: int,
+    supervisor_pid: int | None,
     control: Json,
     containment: str,
     notifications: Json,
@@ -115,6 +117,12 @@ def write(path: Path, status: Json, durable: bool) -> None:
     temporary.rename(path)
 
 
+def located(directory: RunDirectory, result: Json) -> Json:
+    """A step in a reply comes with the path of its checkpoint."""
+    step = result.get("step")
+    return {**result, "path": str(_path(directory, step))} if isinstance(step, int) else result
+
+
 def _path(directory: RunDirectory, step: int) -> Path:
     return directory.path.resolve() / contract.CHECKPOINTS / f"{contract.checkpoint_stem(step)}.bin"
 
@@ -127,6 +135,61 @@ def _age_seconds(directory: Path, step: int) -> float | None:
         return None
 
 
+def _durable(path: Path) -> Durable:
+    lines, _ = read(path / contract.JOURNAL_FILE)
+    return fold(filter(None, map(ev.record_from_json, lines)))
+
+
+def _newest_left(path: Path) -> Json:
+    durable = _durable(path)
+    left = [step for step in durable.on_disk if _age_seconds(path, step) is not None]
+    newest = max(left, default=None)
+    return {
+        "step": newest,
+        "path": None if newest is None else str(_path(RunDirectory(path, durable.run), newest)),
+        "verified": None if newest is None else newest in durable.verified,
+    }
+
+
+def _of_the_journal(path: Path) -> Json | None:
+    """The status of a run that no supervisor has written one of: a fork or an import before its
+    first start, or a life that was killed in its first moments. None where nothing is on record."""
+    durable = _durable(path)
+    if not durable.run:
+        return None
+    directory = RunDirectory(path, durable.run)
+    base = max(durable.on_disk, default=0)
+    ruling = durable.epochs[-1]
+    newest = next(iterate_backward(directory.ledger), None) if directory.ledger.exists() else None
+    step = 0 if newest is None else newest.step
+    if newest is not None and (newest.epoch or 1) < ruling.number:
+        step = min(step, ruling.base_step)
+    gauge = Gauge()
+    if newest is not None:
+        gauge.go_on_from(directory.ledger, step)
+    words = f"not started yet, begins at step {base}" if durable.begun is None else ""
+    begun = "running" if durable.open is not None else "stopped"
+    return compose(
+        directory,
+        State(
+            durable=durable,
+            phase=durable.outcome or ("idle" if durable.begun is None else begun),
+            step=step,
+            history_step=step,
+            why=words,
+        ),
+        gauge,
+        trouble="",
+        supervisor_pid=None,
+        control={},
+        containment="",
+        notifications={},
+        logs={},
+        silence=None,
+        grace_seconds=None,
+    )
+
+
 def observe(path: Path) -> tuple[Json | None, int]:
     """The last status of a run and the exit code that says whether it lives.
 
@@ -135,11 +198,18 @@ def observe(path: Path) -> tuple[Json | None, int]:
     status = read_status(path)
     owner = lock_holder(path / contract.LOCK_FILE)
     if status is None:
+        status = _of_the_journal(path)
+    if status is None:
         return None, RUNNING if owner is not None else UNKNOWN
     step = status["checkpoint"]["step"]
     age = None if step is None else _age_seconds(path, step)
+    if step is not None and age is None and owner is None:
+        # Somebody has moved it since, as `verify --repair` does.
+        status["checkpoint"] = _newest_left(path)
+        step = status["checkpoint"]["step"]
+        age = None if step is None else _age_seconds(path, step)
     status["checkpoint"] = {**status["checkpoint"], "age_seconds": age}
-    if status["phase"] in TERMINAL:
+    if status["phase"] in TERMINAL or (status["phase"] == "idle" and owner is None):
         code = NOT_RUNNING
     elif owner is not None:
         code = RUNNING

@@ -15,6 +15,8 @@ import click
 
 from supervisor.contract import runs_directory
 
+PREFIX: Final = "supervisor: "
+
 Command = Callable[..., Any]
 
 
@@ -51,7 +53,7 @@ def mute(stream: TextIO) -> None:
 
 def complain(text: str, code: int) -> int:
     for line in text.splitlines():
-        click.echo(f"supervisor: {line}", err=True)
+        click.echo(f"{PREFIX}{line}", err=True)
     return int(code)
 
 

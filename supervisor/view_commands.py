@@ -6,6 +6,7 @@ What may live here: reading a run directory and printing it. Nothing here can st
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from supervisor.terminal import complain, exits, find, json_option, print_json, 
 def status(run: str | None, as_json: bool, show_config: bool) -> int:
     """Where a run stands."""
     from supervisor import status as view
+    from supervisor.sidecars import unknown_status
 
     directory = find(run)
     if show_config:
@@ -30,6 +32,8 @@ def status(run: str | None, as_json: bool, show_config: bool) -> int:
     found, code = view.observe(directory)
     if found is None:
         complain(f"{directory}: no status yet", code)
+        if as_json:
+            print_json(unknown_status(directory))
     elif as_json:
         print_json(found)
     else:
@@ -53,7 +57,7 @@ _STATE_WORDS = {0: "running", 1: "DEAD", 3: "not running", 4: "unknown"}
 
 def status_text(status: Json, code: int) -> str:
     """The status for a person: state and reason first, then where it stands."""
-    from supervisor.progress import number
+    from supervisor.progress import age, number
     from supervisor.tail import printable
 
     checkpoint = status["checkpoint"]
@@ -70,11 +74,11 @@ def status_text(status: Json, code: int) -> str:
         f" {status['trainer_pid'] or '-'}",
     ]
     if checkpoint["step"] is not None:
-        age = checkpoint.get("age_seconds")
+        seconds = checkpoint.get("age_seconds")
         verified = "verified" if checkpoint["verified"] else "not verified yet"
         lines.append(
             f"  checkpoint  step {checkpoint['step']}, {verified}"
-            + (f", {age:.0f} s old" if age is not None else "")
+            + (f", {age(seconds)} old" if seconds is not None else "")
         )
     if status["grace_seconds"] is not None and code == 0:
         lines.append(
@@ -84,9 +88,14 @@ def status_text(status: Json, code: int) -> str:
         seen = "seen by the trainer" if request["seen"] else "not yet seen by the trainer"
         lines.append(f"  waiting     checkpoint {request['id']} at {request['at']}, {seen}")
     if exit_record["cause"]:
+        how = [
+            f"{key} {exit_record[key]}"
+            for key in ("code", "signal")
+            if exit_record[key] is not None
+        ]
         lines.append(
-            f"  last exit   {exit_record['cause']} (code {exit_record['code']}, signal"
-            f" {exit_record['signal']})"
+            f"  last exit   {exit_record['cause']}"
+            + (f" ({', '.join(how)})" if how else "")
             + (f": {printable(exit_record['message'])}" if exit_record.get("message") else "")
         )
     if replay["verified_steps"] or replay["diverged_steps"]:
@@ -116,12 +125,13 @@ def status_text(status: Json, code: int) -> str:
 def list_command(as_json: bool) -> int:
     """All runs in runs/, or where SUPERVISOR_RUNS says."""
     from supervisor import status as view
+    from supervisor.progress import number
     from supervisor.rundir import RunError, list_runs
 
     rows = []
     for path in list_runs(runs(), _left_out):
         try:
-            found, code = view.observe(path)
+            found, code = _observed(path, view)
         except (OSError, RunError) as error:
             _left_out(error)
             continue
@@ -141,9 +151,10 @@ def list_command(as_json: bool) -> int:
     if not rows:
         click.echo(f"no runs in {runs()}; start one with: supervisor start --config FILE")
     for row in rows:
+        step, target = ("-" if row[key] is None else row[key] for key in ("step", "target_step"))
         click.echo(
             f"{row['run']:<24} {row['state']:<12} {row['phase'] or '-':<10}"
-            f" step {row['step']}/{row['target_step']}  loss {row['loss']}"
+            f" step {step}/{target}  loss {number(row['loss'])}"
         )
     return 0
 
@@ -151,6 +162,19 @@ def list_command(as_json: bool) -> int:
 def _left_out(error: Exception) -> None:
     words = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
     complain(f"left out: {words}", 0)
+
+
+def _observed(path: Path, view: Any) -> tuple[Json | None, int]:
+    """A run that is damaged hides no other; `status` says what is wrong with it."""
+    from supervisor.journal import JournalDamaged
+    from supervisor.records import RecordBroken
+    from supervisor.rows import LedgerDamaged
+
+    try:
+        found: tuple[Json | None, int] = view.observe(path)
+    except (JournalDamaged, RecordBroken, LedgerDamaged):
+        return None, view.UNKNOWN
+    return found
 
 
 @click.command(epilog=exits())
@@ -178,6 +202,9 @@ def logs(run: str | None, lines: int, follow: bool, attempt: int | None, own: bo
     directory = find(run)
     path = _own_log(directory) if own else _log_of(directory, attempt)
     end = path.stat().st_size  # what is written from here on is the follower's
+    if end == 0 and not own and sys.stderr.isatty():
+        words = f"{path.name}: the trainer has printed nothing so far; its progress:"
+        complain(f"{words} supervisor status {directory}", 0)
     _write("".join(last_lines(path, lines, end)))
     if follow:
         goes_on = attempt is None and not own

@@ -97,7 +97,10 @@ class Life:
         self._next_notice = 0.0
         self._planned: float | None = None
         self._jobs: deque[Callable[[], None]] = deque()
-        self._epoch, self._base_step = 1, 0
+        ruling = self.state.durable.epochs[-1]
+        self._epoch, self._base_step = ruling.number, ruling.base_step
+        step = self._history_step
+        self.state = replace(self.state, step=step, history_step=step)
         self._run_epoch: int | None = None
 
     def open(

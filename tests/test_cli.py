@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ def test_status_of_a_stopped_run(stopped: Run, supervisor: Command) -> None:
     assert "run: not running, phase stopped (stopped as asked)" in done.out
     assert "step        25 of 30" in done.out
     assert "checkpoint  step 25, verified" in done.out
-    assert "last exit   stopped (code 0, signal None)" in done.out
+    assert "last exit   stopped (code 0)" in done.out
     assert "replay      1 steps executed again and equal, 1 diverged (first: 12)" in done.out
     assert "ALARM       replay_diverged: step 12" in done.out
 
@@ -419,7 +420,10 @@ def test_a_detached_start_returns_when_it_answers(run: Run, supervisor: Command)
     assert run.wait_for_status(phase="running")["supervisor_pid"] == pid
     second = run.supervisor("start", "--config", str(run.config), "--detach")
     assert second.returncode == 2
-    assert f"already supervised by process {pid}" in second.stderr
+    # One line of its own, and none that the first one has printed.
+    (line,) = second.stderr.splitlines()
+    assert line.startswith(f"supervisor: {run.directory}: already supervised by process {pid}")
+    assert f"supervisor logs {run.directory} --supervisor -f" in started.stdout
     assert supervisor("stop", str(run.directory)).code == 0
     wait_until(lambda: supervisor("status", str(run.directory)).code == 3, "its end")
 
@@ -435,6 +439,33 @@ def test_a_detached_start_that_is_killed_says_by_what(
     with pytest.raises(start.Refused, match=re.escape(words)) as refused:
         start.detach(["start"], tmp_path / "run")
     assert refused.value.code == ExitCode.OURS
+
+
+def test_a_detached_start_that_is_refused_says_why_in_its_own_words(run: Run) -> None:
+    """One that lost the race for the lock repeated what the winner had printed."""
+    printed = "run: starting, step 0/30\nsupervisor: run: already supervised by process 7\n"
+    assert start.own_words(printed) == "run: already supervised by process 7"
+    assert run.finish() == 0
+    refused = run.supervisor(
+        "start", "--config", str(run.config), "--detach", "--set", "training.seed=5"
+    )
+    assert refused.returncode == 2
+    assert "supervisor: supervisor:" not in refused.stderr
+    assert "supervisor:   training.seed: recorded 0, requested 5" in refused.stderr
+
+
+def test_the_log_of_a_trainer_that_printed_nothing_says_where_its_progress_is(
+    stopped: Run, supervisor: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    copy = tmp_path / "silent"
+    shutil.copytree(stopped.directory, copy, ignore=shutil.ignore_patterns("sockets"))
+    newest = max((copy / contract.LOGS).glob("attempt-*.log"))
+    newest.write_text("")
+    assert supervisor("logs", str(copy)) == (0, "", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    shown = supervisor("logs", str(copy))
+    assert (shown.code, shown.out) == (0, "")
+    assert f"printed nothing so far; its progress: supervisor status {copy}" in shown.err
 
 
 def test_a_detached_start_of_a_finished_run_says_so(run: Run) -> None:

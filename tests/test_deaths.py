@@ -411,10 +411,10 @@ def test_the_last_words_are_shown_with_their_control_characters_disarmed(run: Ru
     run.set("restart", deaths=1)
     assert run.finish() == 1
     shown = run.supervisor("status", str(run.directory)).stdout
-    assert "last exit   device-lost (code 1, signal None): RuntimeError: CUDA error" in shown
+    assert "last exit   device-lost (code 1): RuntimeError: CUDA error" in shown
     status = {**run.file_status(), "last_exit": {**LAST_EXIT, "message": "a\x1b[31mb"}}
     status["checkpoint"] = {**status["checkpoint"], "age_seconds": None}
-    assert "signal None): a\ufffd[31mb" in view_commands.status_text(status, 3)
+    assert "): a\ufffd[31mb" in view_commands.status_text(status, 3)
 
 
 LAST_EXIT: Final = {"cause": "crash", "code": 1, "signal": None}

@@ -435,3 +435,43 @@ def test_room_is_made_before_anybody_is_told_that_there_is_none(
 
 if __name__ == "__main__":
     on_tmpfs(Path(sys.argv[1]))
+
+
+# --- a run directory that takes nothing -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "target", "code"),
+    [(13, ".tmp-", 2), (30, "journal.jsonl", 2), (5, "journal.jsonl", 70)],
+)
+def test_a_start_that_can_write_nothing_says_so_and_ends(
+    make: Callable[..., DiskRun], number: int, target: str, code: int
+) -> None:
+    """It hung without a word, and no signal ended it."""
+    run = make(**settings())
+    run.rule(f"{number} {target} write,open")
+    with (run.home / "sitecustomize.py").open("a") as file:
+        file.write('if "start" in sys.orig_argv: commit.UNWRITABLE_SECONDS = 0.3\n')
+    assert run.finish() == code
+    name = (
+        f"{run.directory}/policies/0001.toml cannot be written"
+        if target == ".tmp-"
+        else f"{run.directory}/{target}"
+    )
+    assert name in run.output()
+    assert os.strerror(number) in run.output()
+    run.heal()
+    assert run.finish() == 0
+    is_whole(run)
+
+
+def test_a_stop_of_a_start_that_can_write_nothing_is_obeyed(make: Callable[..., DiskRun]) -> None:
+    run = make(**settings())
+    with (run.home / "sitecustomize.py").open("a") as file:
+        file.write('if "start" in sys.orig_argv: commit.UNWRITABLE_SECONDS = 1e6\n')
+    run.rule("13 .tmp- write,open")
+    supervisor = run.start()
+    wait_until(lambda: "it is tried again" in run.output(), "a word about what is refused")
+    supervisor.terminate()
+    assert run.end(supervisor) == 2
+    assert "no trainer lives, so this ends here" in run.output()

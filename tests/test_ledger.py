@@ -26,6 +26,7 @@ from supervisor.ledger import (
     Ledger,
     LedgerFailure,
     canonical,
+    iterate_backward,
     read_entries,
 )
 from supervisor.rows import LedgerDamaged
@@ -391,6 +392,7 @@ def test_a_hole_far_before_the_tail_is_found(path: Path) -> None:
 @pytest.mark.parametrize("garbage", [b"x" * 400_000, b"\nline" * 80_000])
 def test_a_torn_tail_longer_than_one_look_back_hides_no_entry(path: Path, garbage: bytes) -> None:
     path.write_bytes(file_of(1, 2).removesuffix(CLOSING) + b",\n" + garbage)
+    assert [item.step for item in iterate_backward(path)] == [2, 1]
     ledger = Ledger.open(path)
     ledger.close()
     assert path.read_bytes() == file_of(1, 2)
@@ -400,6 +402,7 @@ def test_a_tail_of_nuls_of_any_size_is_cut(path: Path) -> None:
     with path.open("wb") as file:
         file.write(file_of(1, 2))
         file.truncate(40 << 20)
+    assert next(iterate_backward(path)).step == 2
     ledger = Ledger.open(path)
     ledger.close()
     assert path.read_bytes() == file_of(1, 2)
@@ -544,6 +547,7 @@ def test_fc99_one_torn_last_line_hides_no_row_and_is_reported_once(path: Path) -
     assert torn is not None
     assert "torn after entry 100" in torn
     assert str(path) in torn
+    assert [item.step for item in iterate_backward(path)] == list(range(100, 0, -1))
 
 
 def test_fc94_new_fields_never_invalidate_old_rows(path: Path) -> None:
@@ -592,6 +596,7 @@ def test_rows_of_the_first_system_are_read_in_any_layout(
     path.write_text(json.dumps(values, **layout))  # type: ignore[arg-type]
     expected = [Entry(step, 5.0 / step) for step in range(1, 200)]
     assert read_entries(path) == (expected, None)
+    assert list(iterate_backward(path)) == expected[::-1]
     whole = path.read_text()
     path.write_text(whole[: len(whole) // 2])
     found, torn = read_entries(path)
@@ -622,11 +627,40 @@ def test_a_reader_refuses_what_is_no_history(path: Path, content: bytes, what: s
         read_entries(path)
 
 
+def test_a_backward_reader_reads_no_more_than_it_needs(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_bytes(file_of(*range(1, 30_001)))
+    read: list[int] = []
+    pread = os.pread
+
+    def counting(fd: int, size: int, offset: int) -> bytes:
+        read.append(size)
+        return pread(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", counting)
+    backward = iterate_backward(path)
+    assert [next(backward).step for _ in range(100)] == list(range(30_000, 29_900, -1))
+    backward.close()  # type: ignore[attr-defined]
+    assert sum(read) < path.stat().st_size / 2
+    assert [item.step for item in iterate_backward(path)] == list(range(30_000, 0, -1))
+
+
+def test_a_backward_reader_names_damage_that_is_not_at_the_tail(path: Path) -> None:
+    content = bytearray(file_of(*range(1, 5001)))
+    middle = ends(*range(1, 5001))[2000]
+    content[middle - 5] = ord("#")
+    path.write_bytes(content)
+    with pytest.raises(LedgerDamaged, match="is not a whole entry"):
+        list(iterate_backward(path))
+
+
 def test_readers_see_a_whole_history_while_a_writer_lives(path: Path) -> None:
     ledger = Ledger.open(path)
     for step in range(1, 50):
         ledger.append([entry(step)])
         assert steps_of(path)[-1] == step
+        assert next(iterate_backward(path)) == entry(step)
     ledger.close()
 
 

@@ -1186,6 +1186,19 @@ def test_a_wish_outlives_the_supervisor() -> None:
     assert idle.state.durable.attempt == 1
 
 
+def test_a_stop_leaves_a_finished_run_finished() -> None:
+    case = Case()
+    case.to_selecting(TARGET_STEP)
+    case.select(TARGET_STEP)
+    assert case.state.phase == "finished"
+    again = case.reopened()
+    again.open("stop", request="s1")
+    assert (again.state.phase, again.state.durable.wish) == ("finished", "stop")
+    assert again.acts[-1] == ev.Exit(0, f"reached step {TARGET_STEP}")
+    (reply,) = [effect for effect in again.acts if isinstance(effect, ev.Reply)]
+    assert (reply.outcome, reply.result["phase"]) == ("done", "finished")
+
+
 def test_a_stop_without_a_supervisor_is_answered_by_the_life_that_it_starts() -> None:
     case = Case().to_running().reopened()
     case.open("stop", ours(), request="s7")

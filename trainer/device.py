@@ -197,6 +197,15 @@ def environment(device: torch.device, directory: Path) -> dict[str, Any]:
     }
 
 
+def environment_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What the bits may depend on and what has changed since: exactness is not claimed then."""
+    return [
+        f"{key}: then {saved.get(key)!r}, now {now.get(key)!r}"
+        for key in sorted(saved.keys() | now.keys())
+        if saved.get(key) != now.get(key)
+    ]
+
+
 def _package_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)

@@ -137,7 +137,7 @@ class Loop:
             return None
         if self._published is None:
             return recipe.fresh(self.settings, loaded, place, environment)
-        for difference in recipe.environment_differences(
+        for difference in device.environment_differences(
             self._published.state["environment"], environment
         ):
             print(f"exactness not claimed: {difference}", file=sys.stderr)

@@ -145,10 +145,8 @@ def seed_for(*parts: int | str) -> int:
 
 
 def prepare_device(settings: Settings, base: Manifest | None = None) -> torch.device:
-    """The device, with every switch set, to go on from the checkpoint `base` or to begin on.
-
-    Before the first tensor. Raises device.DeviceError, or device.DeviceAway.
-    """
+    """The device, with every switch set, to go on from the checkpoint `base` or to begin on:
+    before the first tensor. Raises device.DeviceError, or device.DeviceAway."""
     name = settings.trainer.device
     if base is None:
         place = device.resolve(name)
@@ -449,12 +447,3 @@ def _part(state: Mapping[str, Any], *keys: str) -> Any:
             raise StateMismatch(f"the state in the manifest has no {path}; it cannot be resumed")
         value = value[key]
     return value
-
-
-def environment_differences(saved: Json, now: Json) -> list[str]:
-    """What the bits may depend on and what has changed since: exactness is not claimed then."""
-    return [
-        f"{key}: then {saved.get(key)!r}, now {now.get(key)!r}"
-        for key in sorted(saved.keys() | now.keys())
-        if saved.get(key) != now.get(key)
-    ]
