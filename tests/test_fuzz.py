@@ -518,7 +518,7 @@ def test_every_input_is_taken_or_refused_in_the_words_of_its_parser(name: str, h
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_million_inputs_are_taken_or_refused(name: str, home: Path) -> None:
     run_campaign(name, home, SOAK)
@@ -572,7 +572,7 @@ def test_what_is_taken_from_a_peer_is_borne_by_the_lifecycle(table: str) -> None
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("table", ["up", "ask"])
 def test_a_million_messages_are_borne_by_the_lifecycle(table: str) -> None:
     check_lifecycle(table, SOAK)

@@ -1016,6 +1016,34 @@ def test_what_an_attempt_verified_is_added_once() -> None:
     assert case.state.attempt_verified == 0
 
 
+@pytest.mark.parametrize("place", ["to_loading", "to_running", "to_stopping", "to_backoff"])
+def test_steps_are_history_wherever_they_become_durable(place: str) -> None:
+    """Receipts are read late at times: of a trainer that is being ended, or is dead."""
+    case: Case = getattr(Case(), place)()
+    case.feed(ev.Recorded, 10, 4)
+    state = case.state
+    assert (state.history_step, state.step, state.attempt_verified) == (10, 10, 4)
+
+
+@pytest.mark.parametrize("phase", TERMINAL)
+def test_what_becomes_durable_after_the_end_changes_nothing(phase: str) -> None:
+    before = replace(Case().to_running().state, phase=phase, stage="", deadline=None)
+    assert decide(Rules(), before, ev.Recorded(1.0, 10, 4)) == (before, [])
+
+
+@pytest.mark.parametrize("place", ["to_loading", "to_stopping"])
+def test_broken_receipts_end_an_attempt_that_begins_or_ends(place: str) -> None:
+    case: Case = getattr(Case(), place)()
+    intent = case.state.intent
+    assert case.feed(ev.Broken, "step 9, expected 7") == [
+        ev.Append(ev.Alarmed("contract_broken", "step 9, expected 7")),
+        ev.Kill(),
+    ]
+    assert case.state.phase == "stopping"
+    assert case.state.escalation == "killed"
+    assert case.state.intent == (intent or "kill"), "a stop stays a stop"
+
+
 def test_broken_receipts_end_the_attempt_with_an_alarm() -> None:
     case = Case().to_running()
     assert case.feed(ev.Broken, "step 9, expected 7") == [
