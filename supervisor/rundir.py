@@ -132,7 +132,10 @@ def refuse_foreign(directory: RunDirectory) -> None:
     if not directory.path.is_dir() or any(os.path.lexists(file) for file in begun):
         return
     # What a start that was killed early, or a file system, may have left is nobody else's.
-    ours = (*_DIRECTORIES, "lost+found")
+    ours = (
+        *(*_DIRECTORIES, contract.TRAINER_LOCK_FILE, contract.SUPERVISOR_LOG_FILE),
+        "lost+found",
+    )
     names = sorted(os.listdir(directory.path))
     foreign = [name for name in names if name not in ours and not name.startswith(".")]
     if foreign:

@@ -64,7 +64,12 @@ DETACH_SECONDS: Final = 60.0
 DESCRIPTORS: Final = 8192
 SAMPLES_SHOWN: Final = 3
 # What the operator must mend, so that it is no use to start again: the rest may pass by itself.
-OPERATORS: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT})
+OPERATORS: Final = frozenset(
+    {
+        *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
+        *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+    }
+)
 
 
 class Owned(Refused):
