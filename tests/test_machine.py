@@ -1818,6 +1818,26 @@ def test_a_trainer_that_outlived_the_supervisor_is_adopted() -> None:
     assert case.state.step == 130
 
 
+@pytest.mark.parametrize(("stepped", "step"), [(True, 140), (False, 100)])
+def test_an_adopted_trainer_is_where_its_own_steps_say(stepped: bool, step: int) -> None:
+    """The history may be ahead of one that has not executed its first step again."""
+    case = Case().to_running(base=100, history=140).reopened()
+    case.state = replace(case.state, history_step=140)
+    case.open("run", ours(), stepped=stepped)
+    assert case.state.step == step
+
+
+def test_an_attempt_counts_on_from_lives_that_nobody_recorded() -> None:
+    case = Case()
+    case.open()
+    case.feed(ev.Merged, 60, 5)
+    case.select(60)
+    case.clear()
+    begun = case.state.durable.begun
+    assert begun is not None
+    assert (begun.attempt, begun.resume_step) == (6, 60)
+
+
 def test_an_adopted_trainer_without_a_step_may_still_be_loading() -> None:
     case = Case().to_loading().reopened()
     case.open("run", ours(), stepped=False)
