@@ -1842,6 +1842,7 @@ def test_an_adopted_trainer_without_a_step_may_still_be_loading() -> None:
     case = Case().to_loading().reopened()
     case.open("run", ours(), stepped=False)
     assert case.acts == [ev.Adopt(PID)]
+    assert case.state.step == 0
     assert case.place == ("starting", "loading")
     assert case.wait(RULES.limits.start_seconds) == [ev.Examine()]
     case.wait(RULES.limits.evidence_seconds + RULES.grace_seconds)

@@ -425,6 +425,7 @@ def test_a_run_that_is_stopped_is_pivoted_and_stays_stopped(wish: str) -> None:
     assert case.acts == [ev.Clear(200)]
     case.clear()
     assert case.state.phase == "stopped"
+    assert case.state.why.startswith("pivoted; ")
     assert replies(case) == [("p1", "done")]
     assert case.state.durable.wish == wish
     assert case.state.durable.attempt == 0
