@@ -83,6 +83,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     5  space.py                room on the disk: measured, said, made
     5  housekeeping.py         the errands to the helper process
     5  options.py              what one life of the supervisor is given to begin with
+    5  reloading.py            settings read again at SIGHUP, while the trainer works on
     5  daemon.py               the one loop: wait, gather events, decide, make durable, act
     5  client.py               one operator request and its reply
 
@@ -103,6 +104,7 @@ contract, config, curriculum and link; nothing of `trainer` is imported here.
     6  unit.py                 the systemd unit of a run: its text and its quoting
     6  service_commands.py     unit
     6  acceptance.py           what a start may change in a run that exists
+    6  reread.py               what a life takes of the settings: at its start, and at SIGHUP
     6  start.py                the start command, before the loop and after it
     6  terminal.py             what all commands share
     6  control_commands.py     start, stop, restart, checkpoint

@@ -184,6 +184,10 @@ class EpochFiles:
         self._recorder.begin_epoch(
             ruling.number, ruling.base_step, ruling.policy_digest, durable.evaluated_step
         )
+        return self.refresh(durable)
+
+    def refresh(self, durable: Durable) -> list[ev.FileStored]:
+        """run.toml and the policies as the journal says they are; what is new to the record."""
         on_record = dict(durable.stored)
         stored = []
         for name, text in epoch_files(durable):

@@ -149,7 +149,7 @@ class AttemptLogs:
         alarm: Callable[[str, str], None],
     ) -> None:
         self._directory = directory
-        self._rules = rules
+        self.rules = rules
         self._submit = submit
         self._alarm = alarm
         self._busy = False
@@ -184,7 +184,7 @@ class AttemptLogs:
 
     def look(self) -> None:
         """Has the worker look after the log that is being written, and after an end after all."""
-        attempt, failed, rules = self._attempt, self._failed, self._rules
+        attempt, failed, rules = self._attempt, self._failed, self.rules
         if self._busy or (attempt is None and not self._untidy):
             return
         log = self._directory.log(attempt) if attempt is not None else None

@@ -55,11 +55,13 @@ def channels(
     return tuple(found)
 
 
-def check(configured: Sequence[Channel], search_path: str | None) -> None:
-    """Raises ChannelError for one that could never deliver, as far as this can be known now."""
+def check(configured: Sequence[Channel], search_path: str | None, home: Path) -> None:
+    """Raises ChannelError for one that could never deliver, as far as this can be known now. A
+    relative path of a program begins at `home`."""
     for channel in configured:
         program = channel.command[0]
-        if shutil.which(program, path=search_path) is None:
+        path = str(home / program) if os.path.dirname(program) else program
+        if shutil.which(path, path=search_path) is None:
             raise ChannelError(
                 f"alarms.{channel.name} = {list(channel.command)}: expected a program that can be"
                 f" run; {program!r} is none on PATH: give its path, or take the setting out"

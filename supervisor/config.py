@@ -69,6 +69,7 @@ __all__ = [
     "read",
     "read_toml",
     "resolve",
+    "show",
     "tables",
 ]
 
@@ -109,11 +110,13 @@ def load(
     path: str | os.PathLike[str],
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    home: Path | None = None,
 ) -> Settings:
     """The settings of a file under `environment` and `overrides` ("training.steps=800").
 
     Values of both are TOML; what is not TOML is text. A run without a name takes that of the file,
-    one without a directory lives under its name where runs are.
+    one without a directory lives under its name where runs are. Relative paths among the settings
+    begin at `home`, or where this process is.
     Raises ConfigError with every mistake found.
     """
     file = Path(path)
@@ -131,7 +134,7 @@ def load(
         place = os.path.join(runs_directory(environment or {}), str(named["name"]))
         tree["run"] = {"directory": place} | named
 
-    settings, mistakes = _validate(tree)
+    settings, mistakes = _validate(tree, home)
     sources = {"flag": "--set", "environment": "environment"}
     problems = malformed + [
         mistake.of(sources.get(_origin(mistake.path, layers), str(path))) for mistake in mistakes
@@ -284,7 +287,7 @@ def _dotted(path: KeyPath) -> str:
     return "".join(parts).removeprefix(".")
 
 
-def _validate(tree: Mapping[str, Any]) -> tuple[Settings, list[_Mistake]]:
+def _validate(tree: Mapping[str, Any], home: Path | None = None) -> tuple[Settings, list[_Mistake]]:
     """The settings of `tree`, and every mistake in it; they are of use only if there is none.
 
     A wrong value gives way to its default, so that one pass finds the mistakes behind it as well.
@@ -294,7 +297,7 @@ def _validate(tree: Mapping[str, Any]) -> tuple[Settings, list[_Mistake]]:
     mistakes: list[_Mistake] = []
     while True:
         try:
-            settings = Settings.model_validate(valid)
+            settings = Settings.model_validate(valid, context={"home": home or ""})
             break
         except ValidationError as error:
             found = _mistakes(error, valid)

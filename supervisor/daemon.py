@@ -28,11 +28,10 @@ from typing import Final
 import orjson
 import zmq
 
-from supervisor import __version__, events as ev, machine, notices, requests, vigil
+from supervisor import __version__, events as ev, machine, notices, reloading, requests, vigil
 from supervisor.archive import EpochFiles
 from supervisor.attempt_logs import AttemptLogs
 from supervisor.attendant import LOOK_INTERVAL_SECONDS, Attendant
-from supervisor.checkpoints import find
 from supervisor.commit import RETRY_SECONDS, Pipeline, writable
 from supervisor.contract import Json
 from supervisor.housekeeping import Housekeeper
@@ -40,15 +39,16 @@ from supervisor.journal import Journal
 from supervisor.ledger import Ledger
 from supervisor.log import Log
 from supervisor.notifier import LIMIT_SECONDS, Notifier
-from supervisor.options import Begin, Options
+from supervisor.options import Begin, Options, Reread
 from supervisor.orphans import become_subreaper
 from supervisor.progress import Reporter, describe
 from supervisor.recorder import Recorder
+from supervisor.reloading import Reloader
 from supervisor.rundir import RunDirectory
 from supervisor.sdnotify import ServiceManager, ending, status_line
 from supervisor.signals import INTERRUPT_WORDS, Signals
 from supervisor.space import Watch
-from supervisor.state import TERMINAL, State, apply, fold
+from supervisor.state import TERMINAL, Durable, State, apply, fold
 from supervisor.status import compose, located, write
 from supervisor.wire import FromOperator, FromTrainer, Wire
 from supervisor.worker import Job, Outcome, Worker
@@ -63,6 +63,7 @@ class Daemon:
         self,
         directory: RunDirectory,
         options: Options,
+        reread: Callable[[Durable], Reread],
         signals: Signals,
         reporter: Reporter,
         manager: ServiceManager,
@@ -72,6 +73,14 @@ class Daemon:
         self.signals = signals
         self.reporter = reporter
         self.manager = manager
+        self.reloader = Reloader(
+            reread,
+            ruling=self._ruling,
+            submit=self._submit,
+            take=self._take,
+            alarm=self._alarm,
+            say=self._say,
+        )
         self.log = Log(directory.supervisor_log, options.logs.size_bytes)
         self.attendant = Attendant(directory, self.log)
         self.state = State()
@@ -132,8 +141,7 @@ class Daemon:
         if trouble != self._told_trouble:
             self._told_trouble = trouble
             words = f"{trouble}; it is tried again" if trouble else "the disk takes history again"
-            self.log.write(words)
-            self.reporter.say(words)
+            self._say(words)
         if not (self.attendant.alive or self.attendant.reaping):
             over = self.state.phase in TERMINAL or self.state.intent == "stop"
             self.pipeline.check(now, self._worked_with, over)
@@ -193,7 +201,7 @@ class Daemon:
             self._remember(record)
         begun = self.state.durable
         self.housekeeper = Housekeeper(
-            self.directory.path,
+            self.directory,
             begun.run_id,
             begun.lineage,
             begun.imported,
@@ -212,6 +220,7 @@ class Daemon:
         for part in (self.signals, self.worker, self.housekeeper, self.notifier):
             self.poller.register(part.fileno(), zmq.POLLIN)
         self._alarm("sidecars", "; ".join(self.recorder.set_aside))
+        self._alarm(reloading.ALARM, "")  # this start has taken them
         opened = begun.open
         holders = self.attendant.holders(
             opened.nonce if opened is not None else "", self.state.durable.spawned
@@ -293,6 +302,7 @@ class Daemon:
             self._worked(outcome, now)
         self.housekeeper.receive()
         self.notifier.advance(now)
+        self.reloader.look()
         messages = self.wire.receive()
         self._pump()
         for message in messages:
@@ -321,7 +331,7 @@ class Daemon:
         self._inbox.append(ev.Ticked(now, self.recorder.read_step, blind))
         if now >= self._next_status:
             self._next_status = now + STATUS_INTERVAL_SECONDS
-            self._notice(now)
+            self.housekeeper.notice(self.state, self.recorder, now)
             self._alarm("sockets", self.wire.look_after())
             self.space.look(now)
             reserve = self.ledger.reserve_problem or self.journal.reserve_problem
@@ -365,26 +375,7 @@ class Daemon:
                 self.reporter.say(INTERRUPT_WORDS[asked.verb])
         if self.signals.take(signal.SIGHUP):
             self.log.reopen()
-
-    def _notice(self, now: float) -> None:
-        """Checkpoints that no message announced: signal-only trainers, a link that was away."""
-        if self.state.phase in ("idle", "starting", "backoff"):
-            return  # the selection is at work on them, or will be
-        opened = self.state.durable.open
-        if opened is not None and self.recorder.attempt != opened.attempt:
-            return  # not adopted yet: nobody has looked at its receipts
-        try:
-            there = find(self.directory.checkpoints)
-        except OSError as error:
-            self._alarm("checkpoints", f"they cannot be looked at: {error}")
-            return
-        self._alarm("checkpoints", "")
-        if not self.recorder.at_end():
-            return  # the entry that one of them is bound to may not be taken in yet
-        known = self.state.durable.on_disk | self.state.verifying | self.state.unread
-        for found in there:
-            if found.manifest is not None and found.step not in known:
-                self._inbox.append(ev.Noticed(now, found.step))
+            self.reloader.ask()
 
     # --- recording ---
 
@@ -434,6 +425,26 @@ class Daemon:
             self._tell(record)
         self._release()
 
+    # --- settings of a life that goes on ---
+
+    def _ruling(self) -> Durable | None:
+        """What is on record, while a change of settings would be one."""
+        over = self._exit is not None or self.state.phase in TERMINAL
+        return None if over or self.state.durable.pivot is not None else self.state.durable
+
+    def _take(self, options: Options, records: tuple[ev.Record, ...]) -> None:
+        self.options = options
+        self.log.size_bytes = options.logs.size_bytes
+        self.attempt_logs.rules = options.logs
+        self.notifier.channels = options.channels
+        self.space.headroom_bytes = options.disk_headroom_bytes
+        self.space.hasten()
+        self.recorder.samples_keep = options.samples_keep
+        for record in records:
+            self._remember(record)
+        for record in self.files.refresh(self.state.durable):
+            self._remember(record)
+
     # --- effects ---
 
     def _perform(self, effect: ev.Effect) -> None:
@@ -474,7 +485,8 @@ class Daemon:
             case ev.Verify():
                 self.housekeeper.verify(effect.step)
             case ev.Retain():
-                self._retain(effect.newest_verified)
+                keep, durable = self.options.retention, self.state.durable
+                self.housekeeper.retain(keep, durable, effect.newest_verified)
             case ev.Reply():
                 self.wire.reply(
                     effect.id, effect.outcome, effect.why, located(self.directory, effect.result)
@@ -482,29 +494,12 @@ class Daemon:
             case ev.Exit():
                 self._exit = effect
 
-    def _retain(self, newest_verified: int) -> None:
-        self.housekeeper.retain(
-            self.options.keep_last,
-            self.options.keep_every,
-            self.options.keep_superseded,
-            self.state.durable.kept,
-            self.state.durable.verified | {newest_verified},
-        )
-
     def _reclaim(self, wanted_bytes: int, done: Callable[[int | None], None]) -> bool:
         """False where no trainer runs: a selection may be looking at what would go."""
-        durable = self.state.durable
-        if self.state.phase != "running" or durable.open is None:
+        if self.state.phase != "running":
             return False
-        self.housekeeper.reclaim(
-            wanted_bytes,
-            self.options.keep_every,
-            durable.kept,
-            durable.verified,
-            (durable.open.attempt, durable.open.nonce),
-            done,
-        )
-        return True
+        keep, durable = self.options.retention, self.state.durable
+        return self.housekeeper.reclaim(wanted_bytes, keep, durable, done)
 
     def _spawn(self, effect: ev.Spawn) -> None:
         self._spawning = None if self.attendant.ready(time.monotonic()) else effect
@@ -586,13 +581,16 @@ class Daemon:
         self.manager.tell(status_line(status), ending(self.state))
         self.worker.submit_hint(partial(write, self.directory.status, status, durable))
 
+    def _say(self, words: str) -> None:
+        self.log.write(words)
+        self.reporter.say(words)
+
     def _tell(self, record: ev.Record) -> None:
         """Journal records that a person wants to see as they happen, or to be told of."""
         self.attempt_logs.remember(record)
         words = describe(record)
         if words:
-            self.log.write(words)
-            self.reporter.say(words)
+            self._say(words)
         self.watch, notice = notices.judge(self.watch, record)
         if notice is not None:
             self.notifier.offer(notices.compose(notice, self.status(), time.time()))

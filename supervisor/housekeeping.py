@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Final
 
 from supervisor import events as ev
+from supervisor.checkpoints import find
 from supervisor.contract import Json
+from supervisor.options import Retention
+from supervisor.recorder import Recorder
+from supervisor.rundir import RunDirectory
+from supervisor.state import Durable, State
 from supervisor.verifier import Reply, Verifier
 
 TRIES: Final = 5
@@ -34,7 +38,7 @@ class Housekeeper:
 
     def __init__(
         self,
-        run_directory: Path,
+        directory: RunDirectory,
         run_id: str,
         lineage: Iterable[tuple[str, int]],
         bare_allowed: bool,
@@ -48,13 +52,14 @@ class Housekeeper:
             "lineage": [list(item) for item in lineage],
             "bare_allowed": bare_allowed,
         }
+        self._checkpoints = directory.checkpoints
         self._emit = emit
         self._alarm = alarm
         self._seen = seen
         self._seen_step = 0
         self._calls: dict[int, Callable[[Reply], None]] = {}
         self._later: list[tuple[float, Callable[[], None]]] = []
-        self._verifier = Verifier(run_directory)
+        self._verifier = Verifier(directory.path)
 
     def fileno(self) -> int:
         """Readable when `receive` has something to do."""
@@ -76,6 +81,26 @@ class Housekeeper:
 
     def close(self) -> None:
         self._verifier.close()
+
+    def notice(self, state: State, recorder: Recorder, now: float) -> None:
+        """Checkpoints that no message announced: signal-only trainers, a link that was away."""
+        if state.phase in ("idle", "starting", "backoff"):
+            return  # the selection is at work on them, or will be
+        opened = state.durable.open
+        if opened is not None and recorder.attempt != opened.attempt:
+            return  # not adopted yet: nobody has looked at its receipts
+        try:
+            there = find(self._checkpoints)
+        except OSError as error:
+            self._alarm("checkpoints", f"they cannot be looked at: {error}")
+            return
+        self._alarm("checkpoints", "")
+        if not recorder.at_end():
+            return  # the entry that one of them is bound to may not be taken in yet
+        known = state.durable.on_disk | state.verifying | state.unread
+        for found in there:
+            if found.manifest is not None and found.step not in known:
+                self._emit(ev.Noticed(now, found.step))
 
     def select(self, ceiling: int) -> None:
         """The newest valid checkpoint at most at `ceiling`; a bad one is moved to quarantine."""
@@ -119,14 +144,9 @@ class Housekeeper:
         what = f"step {step}"
         self._insist(verified, gave_up, "verification", what, "verify", **request, **self._identity)
 
-    def retain(
-        self,
-        keep_last: int,
-        keep_every: int,
-        keep_superseded: int,
-        pins: Iterable[int],
-        verified_steps: Iterable[int],
-    ) -> None:
+    def retain(self, keep: Retention, durable: Durable, newest_verified: int) -> None:
+        """What retention lets go of goes, and what is behind the newest proven checkpoint only."""
+
         def retained(reply: Reply) -> None:
             self._alarm("retention", reply.error)
             self._tell_removed(reply)
@@ -134,24 +154,23 @@ class Housekeeper:
         self._ask(
             retained,
             "retain",
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep_superseded=keep_superseded,
-            pins=sorted(pins),
-            verified_steps=sorted(verified_steps),
+            **keep._asdict(),
+            pins=sorted(durable.kept),
+            verified_steps=sorted(durable.verified | {newest_verified}),
         )
 
     def reclaim(
         self,
         wanted_bytes: int,
-        keep_every: int,
-        pins: Iterable[int],
-        verified_steps: Iterable[int],
-        living: tuple[int, str],
+        keep: Retention,
+        durable: Durable,
         done: Callable[[int | None], None],
-    ) -> None:
+    ) -> bool:
         """Makes room for a checkpoint; `done` gets the bytes that have come free, or None where it
-        failed. Whether to try again is not decided here: the trainer may have gone meanwhile."""
+        failed. Whether to try again is not decided here: the trainer may have gone meanwhile.
+        False where no attempt is open: a selection may be looking at what would go."""
+        if durable.open is None:
+            return False
 
         def reclaimed(reply: Reply) -> None:
             self._alarm("retention", reply.error)
@@ -162,12 +181,13 @@ class Housekeeper:
             reclaimed,
             "reclaim",
             wanted_bytes=wanted_bytes,
-            keep_every=keep_every,
-            pins=sorted(pins),
-            verified_steps=sorted(verified_steps),
-            attempt=living[0],
-            nonce=living[1],
+            keep_every=keep.keep_every,
+            pins=sorted(durable.kept),
+            verified_steps=sorted(durable.verified),
+            attempt=durable.open.attempt,
+            nonce=durable.open.nonce,
         )
+        return True
 
     def _tell_removed(self, reply: Reply) -> None:
         """Also where it failed: what has gone by then has gone."""

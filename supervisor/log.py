@@ -25,7 +25,7 @@ class Log:
 
     def __init__(self, path: Path, size_bytes: int = SIZE_BYTES) -> None:
         self._path = path
-        self._size_bytes = size_bytes
+        self.size_bytes = size_bytes
         self._fd = -1
         self._torn = False
         self._untold = 0
@@ -57,7 +57,7 @@ class Log:
         """Has the worker see whether a new file is to be begun."""
         if self._busy or self._fd < 0:
             return
-        path, size_bytes, inode = self._path, self._size_bytes, os.fstat(self._fd).st_ino
+        path, size_bytes, inode = self._path, self.size_bytes, os.fstat(self._fd).st_ino
 
         def done(outcome: Outcome) -> None:
             self._busy = False

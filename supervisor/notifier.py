@@ -78,7 +78,7 @@ class Notifier:
         say: Callable[[str], None],
     ) -> None:
         self.sent = self.failed = self.dropped = 0
-        self._channels = channels
+        self.channels = channels
         self._environment = given_environment(environment)
         self._home = home
         self._say = say
@@ -100,7 +100,7 @@ class Notifier:
     def offer(self, notification: Json) -> None:
         """Takes a notification for every channel. The oldest makes room: the newest is the one
         that says how it ended."""
-        for channel in self._channels:
+        for channel in self.channels:
             if len(self._queue) == QUEUE_MAX:
                 self._drop(*self._queue.popleft(), "too many wait")
             self._queue.append((channel, notification))

@@ -9,12 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from supervisor import events as ev
 from supervisor.attempt_logs import LogRules
 from supervisor.channels import Channel
 from supervisor.contract import Json
 from supervisor.state import Rules
+
+
+class Retention(NamedTuple):
+    """How many checkpoints stay: the newest, those of every so many steps (0: none), and those of
+    branches that were left behind."""
+
+    keep_last: int
+    keep_every: int
+    keep_superseded: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +37,20 @@ class Options:
     command: Sequence[str]
     environment: Mapping[str, str]
     home: Path
-    keep_last: int
-    keep_every: int
-    keep_superseded: int
+    retention: Retention
     samples_keep: int
     disk_headroom_bytes: int
     logs: LogRules
     channels: Sequence[Channel] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reread:
+    """What the settings say now, and what of it is to be put on record; or why nothing changes."""
+
+    options: Options | None
+    records: tuple[ev.Record, ...]
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)

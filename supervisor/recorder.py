@@ -78,7 +78,7 @@ class Recorder:
         """`epoch` is the one that rules, `base_step` where it begins."""
         self._directory = directory
         self._ledger = ledger
-        self._samples_keep = samples_keep
+        self.samples_keep = samples_keep
         self._file: _File | None = None
         self._waiting: deque[_File] = deque()
         self._owed: list[Entry] = []
@@ -356,7 +356,7 @@ class Recorder:
         ]
         # A step audited again replaces its audit and everything a left branch audited after it.
         kept = [row for row in self._samples if row["step"] < audit.step]
-        self._samples = [*kept, *rows][-self._samples_keep :]
+        self._samples = [*kept, *rows][-self.samples_keep :]
         self._files[self._directory.samples] = _dump(self._samples)
 
     def _take_evaluation(self, file: _File, line: EvaluationLine) -> None:

@@ -25,6 +25,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    ValidationInfo,
     model_validator,
 )
 
@@ -39,6 +40,12 @@ PRESETS: Final[Mapping[str, Mapping[str, int]]] = {
     "andrea-120m": {"width": 768, "heads": 12, "layers": 12, "context": 1024},
 }
 
+
+def _absolute(path: str, info: ValidationInfo) -> str:
+    """A path of the settings begins where the command runs: the validation's context, or here."""
+    return os.path.abspath(os.path.join((info.context or {}).get("home", ""), path))
+
+
 # --- kinds of values: the description completes "expected …" ---
 
 Count = Annotated[int, Field(ge=1, le=INT32_MAX, description="an integer of at least 1")]
@@ -51,7 +58,7 @@ Rate = Annotated[float, Field(gt=0, le=1, description="a number above 0 and at m
 # Scores divided by less than this are infinite before it makes a difference which is the highest.
 Temperature = Annotated[float, Field(ge=1e-3, description="a number of at least 0.001")]
 Text = Annotated[str, Field(min_length=1, description="text that is not empty")]
-FilePath = Annotated[Text, AfterValidator(os.path.abspath), Field(description="a path")]
+FilePath = Annotated[Text, AfterValidator(_absolute), Field(description="a path")]
 RunName = Annotated[
     str,
     Field(

@@ -82,7 +82,7 @@ class Watch:
         full: Callable[[str], None],
     ) -> None:
         self._directory = directory
-        self._headroom_bytes = headroom_bytes
+        self.headroom_bytes = headroom_bytes
         self._submit = submit
         self._alarm = alarm
         self._reclaim = reclaim
@@ -179,7 +179,7 @@ class Watch:
             return "checkpoint"
         margin = CLEARED_AT if self._about else 1.0
         least = min(found.history.free_bytes, found.checkpoints.free_bytes)
-        return "headroom" if least < self._headroom_bytes * margin else ""
+        return "headroom" if least < self.headroom_bytes * margin else ""
 
     def _words(self, found: Measured, needed: int) -> str:
         if self._about == "checkpoint":
@@ -192,7 +192,7 @@ class Watch:
             room = min(found.history, found.checkpoints, key=lambda one: one.free_bytes)
             return (
                 f"{room.place}: {room.free_bytes} bytes are free, less than"
-                f" alarms.disk_headroom_bytes = {self._headroom_bytes}; the next checkpoint needs"
+                f" alarms.disk_headroom_bytes = {self.headroom_bytes}; the next checkpoint needs"
                 f" {needed}"
             )
         return ""

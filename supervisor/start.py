@@ -19,8 +19,9 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -28,8 +29,7 @@ import click
 
 from supervisor import client, config as config, events as ev
 from supervisor.acceptance import Refused as Refused, accept, created, on_record
-from supervisor.attempt_logs import DETACHED_OUTPUT, LogRules
-from supervisor.channels import ENV_WEBHOOK, Channel, ChannelError, channels, check
+from supervisor.attempt_logs import DETACHED_OUTPUT
 from supervisor.checkpoints import NoSpace, preflight
 from supervisor.commit import Unwritable, writable
 from supervisor.config import ConfigError, Settings
@@ -38,12 +38,12 @@ from supervisor.daemon import Daemon
 from supervisor.data_check import DataRefused, examine
 from supervisor.durable import size_of
 from supervisor.journal import JournalDamaged, read
-from supervisor.options import Begin, Options
+from supervisor.options import Begin
 from supervisor.output import forgiving
 from supervisor.parentage import deaf_parent
-from supervisor.patience import Limits
 from supervisor.progress import Reporter, number
 from supervisor.records import RecordBroken
+from supervisor.reread import channels_of, options_of, reread
 from supervisor.rows import LedgerDamaged
 from supervisor.rundir import (
     LockHeld,
@@ -53,10 +53,10 @@ from supervisor.rundir import (
     refuse_owned,
     take_lock,
 )
-from supervisor.sdnotify import VARIABLES, ServiceManager, without_variables
+from supervisor.sdnotify import VARIABLES, ServiceManager
 from supervisor.sidecars import read_samples, read_status
 from supervisor.signals import Signals
-from supervisor.state import Durable, Rules, fold
+from supervisor.state import Durable, fold
 from supervisor.tail import printable
 from supervisor.terminal import PREFIX
 
@@ -90,8 +90,10 @@ def start_from_file(
     path: str, overrides: Sequence[str], environment: Mapping[str, str], request: Request
 ) -> int:
     """Supervises the run that a configuration file describes. Raises Refused, ConfigError."""
+    home = Path.cwd()
     settings = config.load(path, overrides, environment)
-    return _supervise(settings, environment, request)
+    again = partial(config.load, home / path, overrides, environment, home)
+    return _supervise(settings, again, environment, request)
 
 
 def resume_directory(directory: Path, environment: Mapping[str, str], request: Request) -> int:
@@ -105,16 +107,25 @@ def resume_directory(directory: Path, environment: Mapping[str, str], request: R
     recorded = settings.tree()
     recorded["run"]["directory"] = str(directory.resolve())
     with forgiving("stdout"):
-        return _supervise(config.parse(recorded, str(place.run_file)), environment, request)
+        settings = config.parse(recorded, str(place.run_file))
+        # From inside, as the loop is: the directory may have another name by then.
+        again = partial(config.load, RUN_FILE)
+        return _supervise(settings, again, environment, request)
 
 
-def _supervise(settings: Settings, environment: Mapping[str, str], request: Request) -> int:
+def _supervise(
+    settings: Settings,
+    load: Callable[[], Settings],
+    environment: Mapping[str, str],
+    request: Request,
+) -> int:
+    """`load` reads the settings again, in a life that goes on."""
     _allow_many_clients()
     directory = RunDirectory(Path(settings.run.directory), settings.run.name)
     if request.wish != "stop":
         _check_supported(settings)
         _check_trainer(settings)
-        _check_channels(settings, environment)
+        channels_of(settings, environment, Path.cwd())
         _check_space(settings, directory)
     refuse_foreign(directory)
     signals = Signals()
@@ -130,10 +141,12 @@ def _supervise(settings: Settings, environment: Mapping[str, str], request: Requ
         settings, records, before = _settle(settings, directory)
         if request.wish == "run" and (words := _forgiven(before)):
             reporter.say(words)
-        options = _options(settings, directory, environment)
+        home = Path.cwd()
+        options = options_of(settings, directory, environment, home)
         begin = Begin(tuple(records), request.wish, request.id, request.from_scratch, request.pivot)
         inside = directory.enter()
-        daemon = Daemon(inside, options, signals, reporter, manager)
+        again = partial(reread, load, environment, inside, home)
+        daemon = Daemon(inside, options, again, signals, reporter, manager)
         if words := deaf_parent(environment):
             daemon.log.write(words)
             reporter.say(f"warning: {words}")
@@ -211,19 +224,6 @@ def _check_trainer(settings: Settings) -> None:
         )
 
 
-def _channels(settings: Settings, environment: Mapping[str, str]) -> tuple[Channel, ...]:
-    alarms = settings.alarms
-    return channels(alarms.notify, alarms.webhook, alarms.webhook_file, environment)
-
-
-def _check_channels(settings: Settings, environment: Mapping[str, str]) -> None:
-    """Now, and not when the run has failed and nobody hears of it."""
-    try:
-        check(_channels(settings, environment), environment.get("PATH"))
-    except ChannelError as error:
-        raise Refused(str(error)) from error
-
-
 def _check_space(settings: Settings, directory: RunDirectory) -> None:
     """Room for all checkpoints that will be kept, and one more while it is written."""
     vocabulary = settings.model.vocabulary or (
@@ -298,52 +298,6 @@ def _forgiven(before: Durable) -> str:
 def _journalled(directory: RunDirectory) -> Durable:
     journal = read(directory.journal)[0] if directory.journal.exists() else []
     return fold(filter(None, map(ev.record_from_json, journal)))
-
-
-def _options(
-    settings: Settings, directory: RunDirectory, environment: Mapping[str, str]
-) -> Options:
-    command = settings.trainer.command or (
-        sys.executable,
-        "-m",
-        "trainer",
-        "--run",
-        str(directory.path.resolve()),
-    )
-    assert settings.run.id is not None
-    return Options(
-        rules=Rules(
-            delay_seconds=settings.restart.delay_seconds,
-            maximum_delay_seconds=settings.restart.maximum_delay_seconds,
-            deaths=settings.restart.deaths,
-            grace_seconds=settings.stop.grace_seconds,
-            signal_after_seconds=settings.stop.signal_after_seconds,
-            limits=Limits(
-                start_seconds=settings.hang.start_seconds,
-                step_seconds=settings.hang.step_seconds,
-                save_seconds=settings.hang.save_seconds,
-                factor=settings.hang.factor,
-                evidence_seconds=settings.hang.evidence_seconds,
-            ),
-            kill_seconds=settings.stop.kill_seconds,
-            stop_when_full=settings.checkpoint.when_full == "stop",
-        ),
-        run_id=settings.run.id,
-        command=command,
-        environment={
-            name: value
-            for name, value in without_variables(environment).items()
-            if name != ENV_WEBHOOK
-        },
-        home=Path.cwd(),
-        keep_last=settings.checkpoint.keep_last,
-        keep_every=settings.checkpoint.keep_every,
-        keep_superseded=settings.checkpoint.keep_superseded,
-        samples_keep=settings.samples.keep,
-        disk_headroom_bytes=settings.alarms.disk_headroom_bytes,
-        logs=LogRules(settings.logs.size_bytes, settings.logs.keep),
-        channels=_channels(settings, environment),
-    )
 
 
 def report(directory: RunDirectory) -> None:

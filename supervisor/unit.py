@@ -140,6 +140,8 @@ def render(service: Service) -> str:
         *(f"Environment={quote(f'{k}={v}')}" for k, v in service.environment.items()),
         "# --as-recorded: a run that was stopped by `supervisor stop` stays stopped, also at boot.",
         f"ExecStart={quote_command(service.command)}",
+        "# `systemctl reload`: the settings are read again, and the trainer works on.",
+        "ExecReload=/bin/kill -HUP $MAINPID",
         "# Ready: the run is owned and its record open. A trainer may take longer, and may die.",
         f"TimeoutStartSec={START_SECONDS}",
         "# The loop itself reports that it goes round.",

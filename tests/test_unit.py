@@ -29,6 +29,7 @@ KNOWN: Final = {
     "Unit": {"Description", "RequiresMountsFor", "StartLimitIntervalSec"},
     "Service": {
         *("Type", "NotifyAccess", "User", "WorkingDirectory", "Environment", "ExecStart"),
+        "ExecReload",
         *("TimeoutStartSec", "TimeoutStopSec", "WatchdogSec", "KillMode", "KillSignal"),
         *("SendSIGKILL", "SuccessExitStatus", "Restart", "RestartPreventExitStatus"),
         *("RestartSec", "OOMPolicy", "Delegate"),

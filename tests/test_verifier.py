@@ -23,7 +23,10 @@ from supervisor import events as ev, housekeeping, orphans
 from supervisor.checkpoint_requests import Requests
 from supervisor.contract import INT32_MAX, Json, checkpoint_size_bytes, temporary_name
 from supervisor.housekeeping import HelperFailed, Housekeeper
+from supervisor.options import Retention
 from supervisor.readback import no_tick
+from supervisor.rundir import RunDirectory
+from supervisor.state import Durable
 from supervisor.verifier import Reply, Verifier
 
 PATIENCE_SECONDS = 60.0
@@ -761,6 +764,14 @@ def has(run: Path, step: int) -> bool:
 
 # --- errands --------------------------------------------------------------------------------------
 
+KEEP = Retention(2, 0, 0)
+
+
+def known(*verified: int) -> Durable:
+    """The record of a run with an attempt that is under way, and checkpoints that are proven."""
+    opened = ev.AttemptStarted(2, NONCE, 0, 1)
+    return Durable(open=opened, attempt=2, verified=frozenset(verified))
+
 
 class House:
     """A housekeeper with nobody around it."""
@@ -769,7 +780,7 @@ class House:
         self.events: list[ev.Event] = []
         self.alarms: list[tuple[str, str]] = []
         self.keeper = Housekeeper(
-            run,
+            RunDirectory(run, RUN_ID),
             RUN_ID,
             (),
             False,
@@ -829,9 +840,9 @@ def test_what_an_errand_removed_before_it_failed_is_told(
     write(run, 100, 200, 300)
     left_and_in_the_way(run)
     if errand == "retain":
-        house.keeper.retain(2, 0, 0, (), [100, 200, 300])
+        house.keeper.retain(KEEP, known(100, 200), 300)
     else:
-        house.keeper.reclaim(2**40, 0, (), [100, 200, 300], (2, NONCE), lambda freed: None)
+        house.keeper.reclaim(2**40, KEEP, known(100, 200, 300), lambda freed: None)
     found = house.wait_for_event()
     assert isinstance(found, ev.Removed)
     assert (found.steps, found.names) == (((100,), ()) if errand == "retain" else ((), (DEAD,)))
@@ -842,13 +853,13 @@ def test_what_an_errand_removed_before_it_failed_is_told(
 
 def test_a_helper_that_was_killed_has_not_said_that_nothing_can_go(run: Path, house: House) -> None:
     freed: list[int | None] = []
-    kill_during(house, lambda: house.keeper.reclaim(1, 0, (), [], (1, NONCE), freed.append))
+    kill_during(house, lambda: house.keeper.reclaim(1, KEEP, known(), freed.append))
     assert freed == [None]
     assert house.alarms[0][0] == "retention"
     assert house.events == []
 
 
-def kill_during(house: House, errand: Callable[[], None]) -> None:
+def kill_during(house: House, errand: Callable[[], object]) -> None:
     helper = house.helper
     assert helper is not None
     os.kill(helper, signal.SIGSTOP)  # it does not come to an answer
