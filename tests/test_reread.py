@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,17 @@ import tomli_w
 from pivot_kit import PivotRun
 from runs_kit import Run, wait_until
 
-from supervisor import config, contract
+from supervisor import config, contract, events as ev
 from supervisor.changes import IDENTITY, OPERATIONAL, class_of
-from supervisor.reloading import UNCHANGED
-from supervisor.reread import is_live
+from supervisor.options import Reread
+from supervisor.reloading import UNCHANGED, Reloader
+from supervisor.reread import is_live, options_of
+from supervisor.rundir import RunDirectory
+from supervisor.state import Durable, Epoch
+from supervisor.worker import Job, Outcome
 
 HUGE = 2**60
+DIRECTORY = RunDirectory(Path("run"), "run")
 
 
 @pytest.fixture
@@ -223,6 +230,87 @@ def test_a_start_that_takes_the_settings_ends_the_alarm(run: Run) -> None:
 
 
 # --- at a bad moment ------------------------------------------------------------------------------
+
+
+class Hand:
+    """A reloader with nobody around it; the worker answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.durable: Durable | None = Durable()
+        self.answer = Reread(None, (), "")
+        self.jobs: list[tuple[Job, Callable[[Outcome], None]]] = []
+        self.taken: list[tuple[ev.Record, ...]] = []
+        self.alarms: list[str] = []
+        self.judged_by: list[Durable] = []
+        self.reloader = Reloader(
+            self.reread,
+            ruling=lambda: self.durable,
+            submit=lambda job, done: self.jobs.append((job, done)),
+            take=lambda options, records: self.taken.append(records),
+            alarm=lambda name, detail: self.alarms.append(detail),
+            say=lambda words: None,
+        )
+
+    def reread(self, durable: Durable) -> Reread:
+        self.judged_by.append(durable)
+        return self.answer
+
+    def turn(self) -> None:
+        self.reloader.look()
+
+    def work(self, error: OSError | None = None) -> None:
+        job, done = self.jobs.pop()
+        done(Outcome(1, None if error else job(), error))
+
+
+def test_what_was_judged_by_a_record_that_is_none_any_more_is_judged_again(
+    run: Run, tmp_path: Path
+) -> None:
+    hand = Hand()
+    options = options_of(config.resolve(config.load(run.config), "id"), DIRECTORY, {}, tmp_path)
+    hand.answer = Reread(options, ())
+    hand.reloader.ask()
+    hand.turn()
+    hand.durable = replace(Durable(), epochs=(Epoch(1, 0, 1, ""), Epoch(2, 10, 1, "")))
+    hand.work()
+    assert (hand.taken, hand.alarms) == ([], [])
+    hand.turn()
+    hand.work()
+    assert hand.judged_by == [Durable(), hand.durable]
+    assert hand.taken == [()]
+    hand.turn()
+    assert hand.jobs == []
+
+
+def test_once_nothing_may_change_nothing_does() -> None:
+    """Neither a look that begins then, nor one that was under way: it would wipe out the end."""
+    hand = Hand()
+    hand.answer = Reread(None, (), "refused")
+    hand.reloader.ask()
+    hand.turn()
+    hand.durable = None
+    hand.work()
+    hand.turn()
+    assert (hand.jobs, hand.taken, hand.alarms) == ([], [], [])
+
+
+def test_signals_while_it_looks_are_one_more_look() -> None:
+    hand = Hand()
+    for _ in range(3):
+        hand.reloader.ask()
+        hand.turn()
+    assert len(hand.jobs) == 1
+    hand.work()
+    hand.turn()
+    assert len(hand.jobs) == 1
+
+
+def test_a_disk_that_fails_is_an_alarm() -> None:
+    hand = Hand()
+    hand.reloader.ask()
+    hand.turn()
+    hand.work(OSError(errno.EIO, "Input/output error", "journal.jsonl"))
+    assert hand.alarms == ["[Errno 5] Input/output error: 'journal.jsonl'"]
 
 
 def test_a_pivot_that_is_under_way_is_waited_for(tmp_path: Path) -> None:
