@@ -32,7 +32,11 @@ _NAMES: Final = frozenset(
         *("TOKENIZERS_PARALLELISM", "CUBLAS_WORKSPACE_CONFIG", "SUPERVISOR_RUNS"),
     }
 )
-_PREFIXES: Final = ("CUDA_", "NVIDIA_", "OMP_", "MKL_", "NCCL_", "TORCH_", "PYTORCH_")
+_PREFIXES: Final = (
+    *("CUDA_", "NVIDIA_", "NCCL_", "TORCH_", "PYTORCH_"),
+    # By these the libraries under torch choose kernels: without them a resume is another run.
+    *("ATEN_", "OMP_", "MKL_", "ONEDNN_", "DNNL_", "CUBLAS_", "CUBLASLT_", "CUDNN_"),
+)
 _SECRET: Final = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_KEY\b|API_?KEY", re.I)
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 

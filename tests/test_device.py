@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.utils.deterministic
 
+from supervisor.unit import choose_environment
 from trainer import device as devices
 from trainer.device import DeviceError, GeneratorError
 from trainer.model import Shape, build
@@ -218,6 +219,12 @@ def test_only_variables_that_change_bits_are_recorded(monkeypatch: pytest.Monkey
     variables = devices.environment(CPU, Path("/"))["variables"]
     assert {name for name in CHANGES_BITS if variables.get(name) == "x"} == set(CHANGES_BITS)
     assert [name for name in CHANGES_NONE if name in variables] == []
+
+
+def test_a_service_has_every_variable_that_changes_bits() -> None:
+    """Else a run that was begun in a shell goes on as another one under systemd."""
+    chosen, left_out = choose_environment(dict.fromkeys(CHANGES_BITS, "x"), [])
+    assert (chosen.keys(), left_out) == (set(CHANGES_BITS), [])
 
 
 def test_on_cuda_the_versions_below_torch_are_recorded(
