@@ -411,6 +411,26 @@ def test_a_bug_of_ours_has_its_own_exit_code(
     assert "this cannot happen" in done.err
 
 
+def test_what_is_printed_goes_into_no_file_of_the_run_where_nobody_gave_a_descriptor(
+    run: Run, tmp_path: Path
+) -> None:
+    """The lock had number 2 then, and the progress in it instead of the owner's name."""
+
+    def without_descriptors(*arguments: str) -> int:
+        process = subprocess.Popen(
+            run.command(*arguments), env=run.variables(), preexec_fn=lambda: os.closerange(0, 3)
+        )
+        return process.wait(DEADLINE_SECONDS)
+
+    assert without_descriptors("start", "--config", str(run.config)) == 0
+    assert json.loads((run.directory / contract.LOCK_FILE).read_bytes()).keys() == {
+        *("pid", "host", "started")
+    }
+    nowhere = str(tmp_path / "not" / "there")
+    assert without_descriptors("history", str(run.directory), "--output", nowhere) == 2
+    assert without_descriptors("history", str(run.directory)) == 0
+
+
 def test_a_detached_start_returns_when_it_answers(run: Run, supervisor: Command) -> None:
     run.gate(12)
     started = run.supervisor("start", "--config", str(run.config), "--detach")
