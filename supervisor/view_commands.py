@@ -14,7 +14,16 @@ from typing import Any
 import click
 
 from supervisor.contract import CHECKPOINTS, LOGS, SUPERVISOR_LOG_FILE, Json
-from supervisor.terminal import complain, exits, find, json_option, print_json, run_argument, runs
+from supervisor.terminal import (
+    complain,
+    exits,
+    find,
+    json_option,
+    opened,
+    print_json,
+    run_argument,
+    runs,
+)
 
 
 @click.command(epilog=exits("0 running", "1 dead", "3 not running", "4 unknown"))
@@ -269,13 +278,10 @@ def _newest_log(shown: Path) -> Callable[[], Path]:
 )
 def samples(run: str | None, as_json: bool, count: int) -> int:
     """What the model writes: the newest sample audits."""
-    from supervisor.contract import samples_name
     from supervisor.sidecars import read_samples
     from supervisor.tail import printable
 
-    directory = find(run)
-    name = (_status_of(directory) or {}).get("run") or directory.name
-    rows = read_samples(directory / samples_name(name))[-count:] if count > 0 else []
+    rows = read_samples(opened(run).samples)[-count:] if count > 0 else []
     if as_json:
         print_json({"schema_version": 1, "samples": rows})
         return 0
@@ -283,12 +289,6 @@ def samples(run: str | None, as_json: bool, count: int) -> int:
         prompt, text = printable(row["prompt"]), printable(row["text"])
         click.echo(f"step {row['step']:>7} | {click.style(prompt, bold=True)}{text}")
     return 0
-
-
-def _status_of(directory: Path) -> Json | None:
-    from supervisor.sidecars import read_status
-
-    return read_status(directory)
 
 
 class _ListFirst(click.Group):

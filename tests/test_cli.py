@@ -506,3 +506,14 @@ def test_a_damaged_journal_is_a_failure_and_stays_as_it_is(run: Run) -> None:
     assert run.finish() == 1
     assert "line 2" in run.output()
     assert path.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("line", ["[]", "7", '{"record": "run_created"}', "no"])
+def test_a_journal_that_is_none_is_told_and_no_fault_of_ours(
+    supervisor: Command, tmp_path: Path, line: str
+) -> None:
+    (tmp_path / contract.JOURNAL_FILE).write_text(f"{line}\n")
+    verified = supervisor("verify", str(tmp_path))
+    assert (verified.code, "journal.jsonl" in verified.out) == (1, True)
+    assert supervisor("history", str(tmp_path)).code == 1
+    assert supervisor("samples", str(tmp_path)) == (0, "", "")

@@ -391,6 +391,15 @@ def test_an_import_goes_on_under_its_own_settings(folder: Folder, run: Run) -> N
     assert done.stdout.splitlines()[-1] == line
 
 
+def test_samples_are_those_of_the_run_whatever_its_directory_is_called(
+    folder: Folder, run: Run
+) -> None:
+    words = ("import", str(folder.path), "--config", str(run.config), "--name", "another")
+    assert run.supervisor(*words).returncode == 0
+    done = run.supervisor("samples", str(run.directory))
+    assert (done.returncode, done.stdout) == (0, "step      20 | region\n")
+
+
 def test_a_name_does_not_move_an_import_whose_settings_say_where_it_is(
     folder: Folder, run: Run
 ) -> None:
