@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from supervisor.contract import CHECKPOINTS, LOGS, SUPERVISOR_LOG_FILE, Json
+from supervisor.contract import CHECKPOINTS, HEADER_BYTES, LOGS, SUPERVISOR_LOG_FILE, Json
 from supervisor.terminal import (
     complain,
     exits,
@@ -318,7 +318,7 @@ def checkpoints_list(run: str | None, as_json: bool) -> int:
     for row in rows:
         click.echo(
             f"step {row['step']:>9}  {row['size_bytes']:>14,} bytes  {row['reason']:<9}"
-            f" attempt {row['attempt']}  {row['path']}"
+            f" attempt {'-' if row['attempt'] is None else row['attempt']}  {row['path']}"
         )
     return 0
 
@@ -329,14 +329,27 @@ def checkpoints_list(run: str | None, as_json: bool) -> int:
 @json_option
 def checkpoints_show(step: int, run: str | None, as_json: bool) -> int:
     """One checkpoint, with its digests and where its tensors are."""
-    from supervisor.contract import checkpoint_stem
     from supervisor.rundir import RunError
 
-    path = find(run) / CHECKPOINTS / f"{checkpoint_stem(step)}.json"
-    if not path.is_file():
-        raise RunError(f"no checkpoint of step {step}: {path} is not there")
-    manifest = _manifest(path)
-    shown = {
+    place = find(run)
+    found = next((one for one in _found_checkpoints(place) if one.step == step), None)
+    if found is None:
+        raise RunError(f"{place / CHECKPOINTS}: no checkpoint of step {step}")
+    manifest = None if found.manifest is None else _manifest(found.manifest)
+    shown = _of_bare(found) if manifest is None else _of_manifest(manifest)
+    tensors = () if manifest is None else manifest.tensors
+    if as_json:
+        print_json(shown | {"tensors": [tensor.to_json() for tensor in tensors]})
+        return 0
+    for key, value in shown.items():
+        click.echo(f"{key:<14} {'-' if value is None else value}")
+    for tensor in tensors:
+        click.echo(f"  {tensor.offset:>12} {tensor.name:<32} {list(tensor.shape)}")
+    return 0
+
+
+def _of_manifest(manifest: Any) -> Json:
+    return {
         "schema_version": 1,
         "step": manifest.step,
         "run_id": manifest.run_id,
@@ -347,17 +360,23 @@ def checkpoints_show(step: int, run: str | None, as_json: bool) -> int:
         "size_bytes": manifest.size_bytes,
         "binary_digest": manifest.binary_digest,
         "targets_seen": manifest.state["targets_seen"],
-        "tensors": [tensor.to_json() for tensor in manifest.tensors],
     }
-    if as_json:
-        print_json(shown)
-        return 0
-    for key, value in shown.items():
-        if key != "tensors":
-            click.echo(f"{key:<14} {value}")
-    for tensor in manifest.tensors:
-        click.echo(f"  {tensor.offset:>12} {tensor.name:<32} {list(tensor.shape)}")
-    return 0
+
+
+def _of_bare(found: Any) -> Json:
+    """The same of a checkpoint without a manifest, as another program writes it: it says no more
+    than its header."""
+    with found.binary.open("rb") as file:
+        header, size_bytes = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
+    return {
+        "schema_version": 1,
+        "step": found.step,
+        **dict.fromkeys(("run_id", "attempt", "epoch")),
+        "reason": "bare",
+        "parameters": int.from_bytes(header[4:], "little", signed=True),
+        "size_bytes": size_bytes,
+        **dict.fromkeys(("binary_digest", "targets_seen")),
+    }
 
 
 def _found_checkpoints(directory: Path) -> list[Any]:
@@ -378,7 +397,9 @@ def _manifest(path: Path) -> Any:
 
 
 def _checkpoint_row(found: Any) -> Json | None:
-    """None where the run has removed it since it was found."""
+    """None where the run has removed it since it was found. One that is damaged hides no other."""
+    from supervisor.rundir import RunError
+
     row: Json = {"step": found.step, "path": str(found.binary), "reason": "bare", "attempt": None}
     try:
         row["size_bytes"] = found.binary.stat().st_size
@@ -387,6 +408,9 @@ def _checkpoint_row(found: Any) -> Json | None:
             row |= {"reason": manifest.reason, "attempt": manifest.attempt}
     except FileNotFoundError:
         return None
+    except RunError as error:
+        complain(str(error), 0)
+        row["reason"] = "damaged"
     return row
 
 

@@ -196,6 +196,39 @@ def test_checkpoints_are_listed_and_shown(stopped: Run, supervisor: Command) -> 
     assert (missing.code, "no checkpoint of step 21" in missing.err) == (2, True)
 
 
+def test_a_damaged_checkpoint_hides_no_other(supervisor: Command, tmp_path: Path) -> None:
+    (tmp_path / contract.JOURNAL_FILE).touch()
+    directory = tmp_path / contract.CHECKPOINTS
+    directory.mkdir()
+    for step in (10, 20, 30):
+        write_checkpoint(directory, step)
+    (directory / "step_000020.json").write_text("{")
+    listed = supervisor("checkpoints", str(tmp_path), "--json")
+    rows = json.loads(listed.out)["checkpoints"]
+    assert listed.code == 0
+    assert [row["reason"] for row in rows] == ["cadence", "damaged", "cadence"]
+    assert listed.err.startswith("supervisor: step_000020.json: not JSON")
+    assert supervisor("checkpoints", "show", "20", str(tmp_path)).code == 2
+
+
+def test_a_checkpoint_without_a_manifest_is_shown_too(supervisor: Command, tmp_path: Path) -> None:
+    (tmp_path / contract.JOURNAL_FILE).touch()
+    directory = tmp_path / contract.CHECKPOINTS
+    directory.mkdir()
+    for step in (10, 20):
+        write_checkpoint(directory, step)
+    (directory / "step_000020.json").unlink()
+    whole, bare = (
+        json.loads(supervisor("checkpoints", "show", step, str(tmp_path), "--json").out)
+        for step in ("10", "20")
+    )
+    assert whole.keys() == bare.keys()
+    assert (bare["step"], bare["reason"], bare["tensors"]) == (20, "bare", [])
+    assert (bare["parameters"], bare["size_bytes"]) == (whole["parameters"], whole["size_bytes"])
+    assert "None" not in supervisor("checkpoints", "show", "20", str(tmp_path)).out
+    assert " bare      attempt -  " in supervisor("checkpoints", str(tmp_path)).out
+
+
 def test_a_reader_that_goes_away_gets_no_traceback(stopped: Run) -> None:
     reader, writer = os.pipe()
     process = subprocess.Popen(
