@@ -368,6 +368,7 @@ def test_checkpoints_beyond_the_history_are_said(folder: Folder, run: Run) -> No
     done = run.supervisor("import", str(folder.path), "--config", str(run.config))
     assert done.returncode == 0
     assert "the checkpoints of steps [40] are beyond the history" in done.stderr
+    assert "(not started yet, begins at step 30)" in run.supervisor("status", "onward").stdout
     assert run.finish() == 0
     assert run.records("attempt_started")[0]["resume_step"] == 30
     assert run.supervisor("verify", "onward").returncode == 0
