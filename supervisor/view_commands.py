@@ -37,7 +37,7 @@ def status(run: str | None, as_json: bool, show_config: bool) -> int:
 
     directory = find(run)
     if show_config:
-        return _show_config(directory)
+        return _show_config(directory, as_json)
     found, code = view.observe(directory)
     if found is None:
         complain(f"{directory}: no status yet", code)
@@ -50,14 +50,23 @@ def status(run: str | None, as_json: bool, show_config: bool) -> int:
     return code
 
 
-def _show_config(directory: Path) -> int:
+def _show_config(directory: Path, as_json: bool) -> int:
     from supervisor import config
 
     settings = config.load(directory / "run.toml", (), os.environ)
-    for section, table in settings.tree().items():
-        for key, value in table.items():
-            origin = settings.origins.get(f"{section}.{key}", "default")
-            click.echo(f"{section}.{key} = {value!r}  ({origin})")
+    shown = {
+        f"{section}.{key}": {
+            "value": value,
+            "origin": settings.origins.get(f"{section}.{key}", "default"),
+        }
+        for section, table in settings.tree().items()
+        for key, value in table.items()
+    }
+    if as_json:
+        print_json({"schema_version": 1, "settings": shown})
+        return 0
+    for name, one in shown.items():
+        click.echo(f"{name} = {one['value']!r}  ({one['origin']})")
     return 0
 
 

@@ -111,6 +111,9 @@ def test_status_names_the_origin_of_each_setting(stopped: Run, supervisor: Comma
     done = supervisor("status", str(stopped.directory), "--config")
     assert done.code == 0
     assert "training.steps = 30  (file)" in done.out
+    found = json.loads(supervisor("status", str(stopped.directory), "--config", "--json").out)
+    assert found["settings"]["training.steps"] == {"value": 30, "origin": "file"}
+    assert len(found["settings"]) == done.out.count("\n")
 
 
 def test_a_run_that_does_not_exist_is_told_with_those_that_do(
