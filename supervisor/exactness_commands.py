@@ -7,6 +7,7 @@ What may live here: arguments, progress, and results in words. The work is done 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from supervisor.contract import ExitCode
+from supervisor.contract import RUN_FILE, ExitCode
 from supervisor.terminal import complain, exits, find, json_option, print_json, run_argument, runs
 
 if TYPE_CHECKING:
@@ -157,6 +158,6 @@ def fork(names: tuple[str, ...], step: int, as_json: bool) -> int:
     else:
         click.echo(
             f"{made.run}: forked at step {made.step}, with {made.entries} entries of history\n"
-            f"to train on: supervisor start --config {made.directory / 'run.toml'}"
+            f"to train on: supervisor start --config {shlex.quote(str(made.directory / RUN_FILE))}"
         )
     return 0

@@ -364,15 +364,16 @@ def report(directory: RunDirectory) -> None:
     newest = [row for row in samples if row["step"] == samples[-1]["step"]] if samples else []
     for row in newest[:SAMPLES_SHOWN]:
         click.echo(f"  step {row['step']} | {printable(row['prompt'] + row['text'])}")
+    again = f"supervisor start --config {shlex.quote(str(place / RUN_FILE))}"
+    run = shlex.quote(str(place))
     if phase == "finished":
         click.echo(
-            f"to train on: supervisor start --config {shlex.quote(str(place / RUN_FILE))}"
-            f" --set training.steps={int(target or 0) * 2}"
-            f"\nto see more: supervisor status {place}; supervisor samples {place};"
-            f" python -m trainer generate {place} --prompt 'The '"
+            f"to train on: {again} --set training.steps={int(target or 0) * 2}"
+            f"\nto see more: supervisor status {run}; supervisor samples {run};"
+            f" python -m trainer generate {run} --prompt 'The '"
         )
     elif phase == "stopped":
-        click.echo("to go on: the same start command")
+        click.echo(f"to go on: {again}")
 
 
 def detach(arguments: Sequence[str], directory: Path) -> int:
@@ -417,10 +418,10 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
         except (client.NoSupervisor, client.DeadlinePassed):
             continue
         if answer.result["supervisor_pid"] == process.pid:
+            run = shlex.quote(str(directory))
             click.echo(
                 f"supervisor {process.pid} owns {directory}; it prints to {output}\n"
-                f"to watch it: supervisor status {directory};"
-                f" supervisor logs {directory} --supervisor -f"
+                f"to watch it: supervisor status {run}; supervisor logs {run} --supervisor -f"
             )
             return 0
     raise Refused(f"no answer within {DETACH_SECONDS:g} s; look at {output}", ExitCode.DEADLINE)

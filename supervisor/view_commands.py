@@ -6,6 +6,7 @@ What may live here: reading a run directory and printing it. Nothing here can st
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,14 @@ from typing import Any
 
 import click
 
-from supervisor.contract import CHECKPOINTS, HEADER_BYTES, LOGS, SUPERVISOR_LOG_FILE, Json
+from supervisor.contract import (
+    CHECKPOINTS,
+    HEADER_BYTES,
+    LOGS,
+    RUN_FILE,
+    SUPERVISOR_LOG_FILE,
+    Json,
+)
 from supervisor.terminal import (
     complain,
     exits,
@@ -53,7 +61,7 @@ def status(run: str | None, as_json: bool, show_config: bool) -> int:
 def _show_config(directory: Path, as_json: bool) -> int:
     from supervisor import config
 
-    settings = config.load(directory / "run.toml", (), os.environ)
+    settings = config.load(directory / RUN_FILE, (), os.environ)
     shown = {
         f"{section}.{key}": {
             "value": value,
@@ -222,7 +230,7 @@ def logs(run: str | None, lines: int, follow: bool, attempt: int | None, own: bo
     end = path.stat().st_size  # what is written from here on is the follower's
     if end == 0 and not own and sys.stderr.isatty():
         words = f"{path.name}: the trainer has printed nothing so far; its progress:"
-        complain(f"{words} supervisor status {directory}", 0)
+        complain(f"{words} supervisor status {shlex.quote(str(directory))}", 0)
     _write("".join(last_lines(path, lines, end)))
     if follow:
         goes_on = attempt is None and not own

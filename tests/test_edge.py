@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,6 +164,42 @@ def test_what_is_said_of_going_on_can_be_done(tmp_path: Path) -> None:
         refused = run.supervisor(*words[:-1], "training.steps=59")
         assert refused.returncode == 2
         assert "recorded 60, requested 59; it may only grow" in refused.stderr
+
+
+def test_what_is_said_of_a_run_can_be_done_wherever_it_lies_and_whoever_stopped_it(
+    tmp_path: Path,
+) -> None:
+    """A start as recorded, of a run that is to stay stopped, goes on by another command."""
+
+    def said(text: str, words: str) -> list[str]:
+        (line,) = [line for line in text.splitlines() if line.startswith(words)]
+        return [one.removeprefix("supervisor ") for one in line.removeprefix(words).split("; ")]
+
+    def does(words: str) -> int:
+        return run.supervisor(*shlex.split(words)).returncode
+
+    home = tmp_path / "a place"
+    home.mkdir()
+    with contextlib.closing(Run(home)) as run:
+        process = run.hold(12)
+        assert run.ask("stop").outcome == "done"
+        assert run.end(process) == 0
+        run.open_gate()
+        assert run.finish("--as-recorded") == 0
+        (go_on,) = said(run.output(), "to go on: ")
+        assert does(go_on) == 0
+        assert run.file_status()["step"] == 30
+        assert run.finish() == 0
+        status, samples, _ = said(run.output(), "to see more: ")
+        assert (does(status), does(samples)) == (3, 0)
+        branch = run.supervisor("fork", str(run.directory), "branch", "--at-step", "20")
+        run.gate(25)
+        (train_on,) = said(branch.stdout, "to train on: ")
+        started = run.supervisor(*shlex.split(train_on), "--detach")
+        assert started.returncode == 0
+        _, logs = said(started.stdout, "to watch it: ")
+        assert does(logs.removesuffix(" -f")) == 0
+        assert does("stop branch") == 0
 
 
 @pytest.mark.parametrize("detached", [[], ["--detach"]], ids=["", "detached"])
