@@ -183,5 +183,10 @@ def import_command(directory: Path, name: str | None, config_path: str | None) -
         f"{made.run}: {made.entries} entries, {len(made.steps)} checkpoints, {made.samples}"
         f" samples in {made.directory}"
     )
-    click.echo(f"to go on: supervisor start --config {shlex.quote(str(made.directory / RUN_FILE))}")
+    if made.stranded:
+        text = "our own trainer cannot go on from checkpoints without a manifest, as these are"
+        complain(f"{text}: to train on, import with --config and a trainer.command", ExitCode.OK)
+    else:
+        file = shlex.quote(str(made.directory / RUN_FILE))
+        click.echo(f"to go on: supervisor start --config {file}")
     return int(ExitCode.OK)
