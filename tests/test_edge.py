@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shlex
 import subprocess
@@ -200,6 +201,18 @@ def test_what_is_said_of_a_run_can_be_done_wherever_it_lies_and_whoever_stopped_
         _, logs = said(started.stdout, "to watch it: ")
         assert does(logs.removesuffix(" -f")) == 0
         assert does("stop branch") == 0
+
+
+@pytest.mark.parametrize("words", ["policy check FILE", "policy diff FILE", "pivot --policy FILE"])
+def test_a_full_disk_is_no_mistake_in_a_policy(
+    finished: Run, supervisor: Command, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("supervisor.pivot.propose", full)
+    told = supervisor(*words.split(), str(finished.directory))
+    assert told == (74, "", "supervisor: No space left on device\n")
 
 
 @pytest.mark.parametrize("detached", [[], ["--detach"]], ids=["", "detached"])
