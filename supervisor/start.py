@@ -233,15 +233,10 @@ def _check_space(settings: Settings, directory: RunDirectory) -> None:
         return
     size = checkpoint_size_bytes(config.parameter_count(settings.model, vocabulary))
     there = sum(1 for _ in directory.checkpoints.glob("step_*.bin"))
-    place = directory.path
-    while not place.exists():
-        place = place.parent
     try:
-        preflight(place, size, max(1, settings.checkpoint.keep_last + 1 - there))
+        preflight(directory.path, size, max(1, settings.checkpoint.keep_last + 1 - there))
     except NoSpace as error:
-        raise Refused(
-            f"{error}; free space or lower checkpoint.keep_last", ExitCode.USAGE
-        ) from error
+        raise Refused(f"{error.strerror}: see checkpoint.keep_last") from error
 
 
 def _check_epochs(settings: Settings, directory: RunDirectory) -> None:

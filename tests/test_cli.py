@@ -431,7 +431,8 @@ def test_too_little_space_is_refused_before_anything_is_made(
     config = str(ROOT / "configs" / "quickstart.toml")
     done = supervisor("start", "--config", config, "--set", f"run.directory={tmp_path / 'run'}")
     assert done.code == 2
-    assert "free space or lower checkpoint.keep_last" in done.err
+    assert done.err.startswith(f"supervisor: {tmp_path / 'run' / contract.CHECKPOINTS}: ")
+    assert done.err.endswith(" or move the run: see checkpoint.keep_last\n")
     assert not (tmp_path / "run").exists()
 
 
