@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import click
 
 from supervisor.contract import RUN_FILE, ExitCode
-from supervisor.terminal import complain, exits, find, json_option, print_json, run_argument, runs
+from supervisor.terminal import (
+    complain,
+    exits,
+    find,
+    json_option,
+    print_json,
+    run_argument,
+    runs,
+    terminable,
+)
 
 if TYPE_CHECKING:
     from supervisor.reexecution import Report
@@ -62,7 +69,7 @@ def replay(
 
     plan = reexecution.plan(find(run), start, stop)
     try:
-        with _terminable(), _progress(plan.stop - plan.start) as tick:
+        with terminable(), _progress(plan.stop - plan.start) as tick:
             report = reexecution.execute(
                 plan, os.environ, scratch=Path(scratch) if scratch else None, tick=tick
             )
@@ -87,20 +94,6 @@ def _progress(steps: int) -> Iterator[Callable[[int], None]]:
         return
     with click.progressbar(length=steps, label="replay", file=sys.stderr) as bar:
         yield lambda step: bar.update(1)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends this like Ctrl-C does, so that the trainer and the scratch directory go too."""
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _report_text(report: Report) -> str:
@@ -141,7 +134,8 @@ def fork(names: tuple[str, ...], step: int, as_json: bool) -> int:
     parent = find(names[0] if len(names) == 2 else None)
     named = Path(names[-1])
     target = named if os.sep in names[-1] else runs() / named
-    made = forking.fork(parent, step, target.absolute())
+    with terminable():
+        made = forking.fork(parent, step, target.absolute())
     if as_json:
         print_json(
             {

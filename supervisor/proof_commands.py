@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from supervisor.contract import RUN_FILE, ExitCode
-from supervisor.terminal import complain, exits, json_option, opened, print_json, run_argument, runs
+from supervisor.terminal import (
+    complain,
+    exits,
+    json_option,
+    opened,
+    print_json,
+    run_argument,
+    runs,
+    terminable,
+)
 
 if TYPE_CHECKING:
     from supervisor.verify import Report
@@ -168,7 +177,7 @@ def import_command(directory: Path, name: str | None, config_path: str | None) -
     from supervisor.config import ConfigError
 
     try:
-        with _progress("importing", importing.size_bytes(directory)) as advance:
+        with terminable(), _progress("importing", importing.size_bytes(directory)) as advance:
             made = importing.import_run(directory, name, runs(), config_path, advance)
     except ConfigError as error:
         return complain(str(error), ExitCode.USAGE)

@@ -272,11 +272,14 @@ def find_run(named: str | None, root: Path) -> Path:
 
 
 def list_runs(root: Path, tell: Callable[[OSError], None] = lambda error: None) -> list[Path]:
-    """The runs below `root`, by name. `tell` hears of each directory that cannot be looked into."""
+    """The runs below `root`, by name; half a fork or import is none. `tell` hears of each directory
+    that cannot be looked into."""
     if not root.is_dir():
         return []
     found = []
     for path in sorted(root.iterdir()):
+        if path.name.startswith(contract.TEMPORARY_PREFIX):
+            continue
         try:
             if (path / contract.JOURNAL_FILE).is_file():
                 found.append(path)

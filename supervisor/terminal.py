@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
 
 import click
 
@@ -58,6 +61,21 @@ def complain(text: str, code: int) -> int:
     for line in text.splitlines():
         click.echo(f"{PREFIX}{line}", err=True)
     return int(code)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM ends this like Ctrl-C does, so that what is half done goes too: a process, a
+    directory."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def runs() -> Path:

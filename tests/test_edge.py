@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from runs_kit import DEADLINE_SECONDS, Run
 
-from supervisor import cli
+from supervisor import cli, contract
 
 Answer = tuple[int, str, str]
 Command = Callable[..., Answer]
@@ -225,6 +226,32 @@ def test_a_directory_of_somebody_else_is_no_new_run(
     assert code == 2
     assert f"supervisor import {tmp_path}" in err
     assert [path.name for path in tmp_path.iterdir()] == ["step_000010.bin"]
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("import_run", "import FOLDER"), ("fork", "fork RUN new --at-step 10")],
+    ids=["import", "fork"],
+)
+def test_what_is_terminated_half_way_leaves_nothing(
+    finished: Run, tmp_path: Path, module: str, words: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\n"
+        f"from supervisor import {module}\n"
+        f"{module}.fsync_directory = lambda place: os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(finished.directory / contract.CHECKPOINTS / "step_000010.bin", folder)
+    places = {"FOLDER": str(folder), "RUN": str(finished.directory)}
+    done = finished.supervisor(
+        *(places.get(word, word) for word in words.split()),
+        SUPERVISOR_RUNS=str(tmp_path / "runs"),
+        PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 # --- outputs --------------------------------------------------------------------------------------
