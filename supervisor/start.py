@@ -26,13 +26,13 @@ from typing import Final
 
 import click
 
-from supervisor import client, config as config, events as ev
-from supervisor.acceptance import Refused as Refused, accept, created, on_record
+from supervisor import client, config, events as ev
+from supervisor.acceptance import Refused, accept, created, on_record
 from supervisor.attempt_logs import DETACHED_OUTPUT, LogRules
 from supervisor.channels import ENV_WEBHOOK, Channel, ChannelError, channels, check
 from supervisor.checkpoints import NoSpace, preflight
 from supervisor.commit import Unwritable, writable
-from supervisor.config import ConfigError, Settings
+from supervisor.config import Settings
 from supervisor.contract import LOGS, RUN_FILE, ExitCode, Json, checkpoint_size_bytes
 from supervisor.daemon import Daemon
 from supervisor.data_check import DataRefused, examine
@@ -438,4 +438,4 @@ def own_words(text: str) -> str:
     return "\n".join(line.removeprefix(PREFIX) for line in lines) or text
 
 
-__all__ = ["ConfigError", "Refused", "Request", "detach", "resume_directory", "start_from_file"]
+__all__ = ["Owned", "Refused", "Request", "detach", "resume_directory", "start_from_file"]
