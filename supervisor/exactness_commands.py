@@ -118,7 +118,7 @@ def _report_text(report: Report) -> str:
 @click.command(epilog=exits("1 the record of the run is damaged"))
 @click.argument("names", nargs=-1, required=True, metavar="[RUN] NEWRUN")
 @click.option(
-    "--at-step", "step", type=click.IntRange(0), required=True, help="A checkpoint of the run."
+    "--at-step", "step", type=click.IntRange(1), required=True, help="A checkpoint of the run."
 )
 @json_option
 def fork(names: tuple[str, ...], step: int, as_json: bool) -> int:

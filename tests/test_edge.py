@@ -144,6 +144,7 @@ def test_the_list_leaves_out_what_cannot_be_read(
         "replay --from -1",
         "replay --from 0 --to -1",
         "fork new --at-step -1",
+        "fork new --at-step 0",
     ],
 )
 def test_a_number_that_means_nothing_is_a_usage_error(supervisor: Command, words: str) -> None:
