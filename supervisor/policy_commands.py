@@ -268,7 +268,12 @@ def policy_check(policy_file: str, run: str | None, pulls: int, as_json: bool) -
     directory = find(run)
     try:
         proposal = checking.propose(
-            directory, Path(policy_file), at="boundary", reason="", to_step=None
+            directory,
+            Path(policy_file),
+            at="boundary",
+            reason="",
+            to_step=None,
+            same_allowed=True,
         )
     except (ConfigError, checking.PolicyRefused) as refusal:
         return complain(str(refusal), ExitCode.USAGE)
