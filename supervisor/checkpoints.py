@@ -333,8 +333,10 @@ def preflight(run_directory: Path, size_bytes: int, count: int) -> int:
 
     A quota is not visible here; it shows as EDQUOT when a checkpoint is written.
     """
-    directory = run_directory / CHECKPOINTS
-    status = os.statvfs(directory if directory.exists() else run_directory)
+    directory = place = run_directory / CHECKPOINTS
+    while not place.exists():  # the run may be one that is yet to begin
+        place = place.parent
+    status = os.statvfs(place)
     available_bytes = status.f_bavail * status.f_frsize
     if size_bytes * count > available_bytes:
         raise NoSpace(directory, size_bytes * count, available_bytes)

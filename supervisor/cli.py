@@ -29,7 +29,7 @@ from supervisor import (
 )
 from supervisor.contract import TEMPORARY_PREFIX, ExitCode
 from supervisor.foreign import OperatorError
-from supervisor.output import forgiving
+from supervisor.output import forgiving, occupy
 from supervisor.progress import has_controls
 from supervisor.terminal import OUTPUT_CLOSED, OUTPUT_FAILED, complain, mute
 
@@ -47,6 +47,7 @@ _HINTS: Final = {
 
 def main() -> int:
     """Runs one command and returns its exit code. A complaint that nobody reads changes none."""
+    occupy()
     with forgiving("stderr"):
         return _main()
 

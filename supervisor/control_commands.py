@@ -51,21 +51,19 @@ def start(
     from_scratch: bool,
 ) -> int:
     """Start a run, or take it up again where its newest valid checkpoint left it."""
-    from supervisor import start as starting
+    from supervisor import config, start as starting
     from supervisor.output import forgiving
 
     request = starting.Request(None if as_recorded else "run", "", from_scratch)
     try:
         with forgiving("stdout"):  # the exit code is the run's, whoever reads
             if detach:
-                settings = starting.config.load(config_path, overrides, os.environ)
+                settings = config.load(config_path, overrides, os.environ)
                 arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
                 return starting.detach(arguments, Path(settings.run.directory))
             return starting.start_from_file(config_path, overrides, os.environ, request)
     except starting.Refused as refusal:
         return complain(str(refusal), refusal.code)
-    except starting.ConfigError as error:
-        return complain(str(error), ExitCode.USAGE)
 
 
 def _ask(run: str | None, verb: str, timeout: float, request_id: str | None, **content: Any) -> Any:
@@ -133,8 +131,6 @@ def _stop_alone(directory: Path, id: str) -> int | None:
         return None
     except starting.Refused as refusal:
         return complain(str(refusal), refusal.code)
-    except starting.ConfigError as error:
-        return complain(str(error), ExitCode.USAGE)
 
 
 @click.command(

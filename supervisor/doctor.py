@@ -22,7 +22,7 @@ import zmq
 
 from supervisor import cgroup
 from supervisor.contract import Json
-from supervisor.rundir import file_system
+from supervisor.rundir import NETWORK_FILE_SYSTEMS, file_system
 
 PROBE_BYTES: Final = 32 * 1024 * 1024
 TORCH_SECONDS: Final = 120.0
@@ -128,6 +128,8 @@ def _space(place: Path) -> Finding:
     status = os.statvfs(place)
     free = status.f_bavail * status.f_frsize
     kind = file_system(place)
+    if kind in NETWORK_FILE_SYSTEMS:
+        return Finding("disk space", "bad", f"{place}: no run begins on a network disk ({kind})")
     verdict = "good" if free > 5 * 2**30 else "note"
     return Finding("disk space", verdict, f"{free / 2**30:.1f} GiB free in {place} ({kind})")
 

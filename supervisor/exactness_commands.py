@@ -7,18 +7,26 @@ What may live here: arguments, progress, and results in words. The work is done 
 from __future__ import annotations
 
 import os
-import signal
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import click
 
-from supervisor.contract import ExitCode
-from supervisor.terminal import complain, exits, find, json_option, print_json, run_argument, runs
+from supervisor.contract import RUN_FILE, ExitCode
+from supervisor.terminal import (
+    complain,
+    exits,
+    find,
+    json_option,
+    print_json,
+    run_argument,
+    runs,
+    terminable,
+)
 
 if TYPE_CHECKING:
     from supervisor.reexecution import Report
@@ -61,7 +69,7 @@ def replay(
 
     plan = reexecution.plan(find(run), start, stop)
     try:
-        with _terminable(), _progress(plan.stop - plan.start) as tick:
+        with terminable(), _progress(plan.stop - plan.start) as tick:
             report = reexecution.execute(
                 plan, os.environ, scratch=Path(scratch) if scratch else None, tick=tick
             )
@@ -88,20 +96,6 @@ def _progress(steps: int) -> Iterator[Callable[[int], None]]:
         yield lambda step: bar.update(1)
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends this like Ctrl-C does, so that the trainer and the scratch directory go too."""
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _report_text(report: Report) -> str:
     compared = ", ".join(map(str, report.checkpoints_compared)) or "none"
     done = (
@@ -124,7 +118,7 @@ def _report_text(report: Report) -> str:
 @click.command(epilog=exits("1 the record of the run is damaged"))
 @click.argument("names", nargs=-1, required=True, metavar="[RUN] NEWRUN")
 @click.option(
-    "--at-step", "step", type=click.IntRange(0), required=True, help="A checkpoint of the run."
+    "--at-step", "step", type=click.IntRange(1), required=True, help="A checkpoint of the run."
 )
 @json_option
 def fork(names: tuple[str, ...], step: int, as_json: bool) -> int:
@@ -140,7 +134,8 @@ def fork(names: tuple[str, ...], step: int, as_json: bool) -> int:
     parent = find(names[0] if len(names) == 2 else None)
     named = Path(names[-1])
     target = named if os.sep in names[-1] else runs() / named
-    made = forking.fork(parent, step, target.absolute())
+    with terminable():
+        made = forking.fork(parent, step, target.absolute())
     if as_json:
         print_json(
             {
@@ -157,6 +152,6 @@ def fork(names: tuple[str, ...], step: int, as_json: bool) -> int:
     else:
         click.echo(
             f"{made.run}: forked at step {made.step}, with {made.entries} entries of history\n"
-            f"to train on: supervisor start --config {made.directory / 'run.toml'}"
+            f"to train on: supervisor start --config {shlex.quote(str(made.directory / RUN_FILE))}"
         )
     return 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -62,7 +63,8 @@ class Source:
 @dataclass(slots=True)
 class Imported:
     """The run that was made. `left_out` says what of the source is not in it, and why; `beyond`
-    are checkpoints above the last step of the history, from which no run goes on."""
+    are checkpoints above the last step of the history, from which no run goes on; `stranded` is a
+    run whose trainer is ours, which goes on from nothing without a manifest."""
 
     directory: Path
     run: str
@@ -70,6 +72,7 @@ class Imported:
     samples: int = 0
     steps: list[int] = field(default_factory=list)
     beyond: list[int] = field(default_factory=list)
+    stranded: bool = False
     left_out: list[str] = field(default_factory=list)
 
 
@@ -154,7 +157,7 @@ def _binaries(directory: Path, left_out: list[str]) -> dict[int, Path]:
 
 def size_bytes(directory: Path) -> int:
     """About how much an import will copy, for a progress bar."""
-    return sum(path.stat().st_size for path in directory.glob("step_*.bin"))
+    return sum(path.stat().st_size for path in directory.glob("step_*.bin") if path.is_file())
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -183,7 +186,7 @@ def import_run(
     left_out: list[str] = []
     source = read_source(directory, model, left_out)
     if config_path is not None:
-        flags = [f"run.name={name}"] if name is not None else []
+        flags = [f"run.name={json.dumps(name)}"] if name is not None else []  # "2024" is a name
         settings = config.load(config_path, flags, os.environ)
     else:
         newest = max([*source.binaries, *(entry.step for entry in source.entries)], default=0)
@@ -228,6 +231,7 @@ def _fill(
     verified = list(_copy_checkpoints(run, settings.run.id, source, imported.left_out, advance))
     imported.steps = [one.step for one in verified]
     last_step = source.entries[-1].step if source.entries else 0
+    imported.stranded = bool(verified) and settings.trainer.command is None
     imported.beyond = [step for step in imported.steps if step > last_step]
     keep = settings.samples.keep  # as a run of ours does
     kept = source.samples[-keep:]

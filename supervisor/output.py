@@ -1,6 +1,7 @@
 """Standard output and error where what cannot be written costs lines, and not the work.
 
-What may live here: streams that lose what they cannot write, and say later how much that was.
+What may live here: streams that lose what they cannot write, and say later how much that was; and
+the descriptors under them.
 
 Nobody may read what a supervisor prints either, and its exit code is that of the run all the same.
 The log of an attempt lies on the disk of its run. A print that fails there would raise in the
@@ -15,7 +16,20 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
+
+_PRINTED: Final = ((1, "stdout"), (2, "stderr"))
+
+
+def occupy() -> None:
+    """Gives 0, 1 and 2 to /dev/null where whoever started us has closed them. The next file that is
+    opened would get such a number, the lock of a run perhaps, and then whatever is printed."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _PRINTED[-1][0]:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, name in _PRINTED:
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
 
 
 class ForgivingFile(io.RawIOBase):

@@ -44,12 +44,19 @@ def durable_of(directory: Path) -> Durable:
 
 
 def propose(
-    directory: Path, policy_file: Path | None, *, at: str, reason: str, to_step: int | None
+    directory: Path,
+    policy_file: Path | None,
+    *,
+    at: str,
+    reason: str,
+    to_step: int | None,
+    same_allowed: bool = False,
 ) -> Proposal:
     """Checks everything that can be checked without touching the run.
 
-    `policy_file` None is for a rollback: the settings of the epoch that took `to_step`. Raises
-    PolicyRefused, config.ConfigError, or OSError where the file cannot be read.
+    `policy_file` None is for a rollback: the settings of the epoch that took `to_step`.
+    `same_allowed` is for a look at a policy, which may be the one that rules. Raises PolicyRefused,
+    config.ConfigError, or OSError where the data cannot be looked at.
     """
     durable = durable_of(directory)
     if to_step is not None and to_step not in durable.on_disk:
@@ -64,7 +71,7 @@ def propose(
     if policy_file is not None and settings.trainer.command is None:
         found = _examined(settings, directory, durable, to_step)
         changes += _other_texts(found)
-    if to_step is None and not changes:
+    if to_step is None and not changes and not same_allowed:
         raise PolicyRefused(f"{policy_file}: changes nothing; the run has this policy already")
     content: Json = {
         "at": at,

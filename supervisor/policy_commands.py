@@ -118,8 +118,6 @@ def _pivot(
         proposal = checking.propose(directory, policy_file, at=at, reason=reason, to_step=to_step)
     except (ConfigError, checking.PolicyRefused) as refusal:
         return complain(str(refusal), ExitCode.USAGE)
-    except OSError as error:
-        return complain(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
     if dry_run and as_json:
         print_json(_plan(proposal))
         return 0
@@ -270,12 +268,15 @@ def policy_check(policy_file: str, run: str | None, pulls: int, as_json: bool) -
     directory = find(run)
     try:
         proposal = checking.propose(
-            directory, Path(policy_file), at="boundary", reason="", to_step=None
+            directory,
+            Path(policy_file),
+            at="boundary",
+            reason="",
+            to_step=None,
+            same_allowed=True,
         )
     except (ConfigError, checking.PolicyRefused) as refusal:
         return complain(str(refusal), ExitCode.USAGE)
-    except OSError as error:
-        return complain(f"{error.filename}: {error.strerror}", ExitCode.USAGE)
     _warn(proposal.warnings)
     rows = simulate(proposal.settings, proposal.bandit, pulls)
     if as_json:

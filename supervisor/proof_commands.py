@@ -15,11 +15,19 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
-from supervisor.contract import JOURNAL_FILE, RUN_FILE, ExitCode, ledger_name
-from supervisor.terminal import complain, exits, find, json_option, print_json, run_argument, runs
+from supervisor.contract import RUN_FILE, ExitCode
+from supervisor.terminal import (
+    complain,
+    exits,
+    json_option,
+    opened,
+    print_json,
+    run_argument,
+    runs,
+    terminable,
+)
 
 if TYPE_CHECKING:
-    from supervisor.rundir import RunDirectory
     from supervisor.verify import Report
 
 _BAR_BYTES = 4 * 1024 * 1024  # a bar that moves more often costs more than it shows
@@ -39,27 +47,6 @@ def _progress(label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
         yield bar.update
 
 
-def _open(run: str | None) -> RunDirectory:
-    """The run and its name: that of its one ledger, else what its journal says."""
-    import orjson
-
-    from supervisor.rundir import RunDirectory
-
-    path, ending = find(run), ledger_name("")
-    ledgers = sorted(path.glob(f"*{ending}"))
-    if len(ledgers) == 1:
-        return RunDirectory(path, ledgers[0].name.removesuffix(ending))
-    with (path / JOURNAL_FILE).open("rb") as lines:
-        for line in lines:
-            try:
-                record = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                break
-            if record.get("record") == "run_created":
-                return RunDirectory(path, str(record["run"]))
-    return RunDirectory(path, path.resolve().name)
-
-
 @click.command(
     epilog=exits("0 all proven", "1 something is damaged or missing (each with file and place)")
 )
@@ -75,7 +62,7 @@ def verify(run: str | None, repair: bool, as_json: bool) -> int:
     """
     from supervisor import repair as repairing, verify as proof
 
-    directory = _open(run)
+    directory = opened(run)
     examine = repairing.repair if repair else proof.verify
     with _progress("verifying", proof.size_bytes(directory)) as advance:
         report = examine(directory, advance)
@@ -143,7 +130,7 @@ def history(
     from supervisor import history as exports
     from supervisor.rows import LedgerDamaged
 
-    directory = _open(run)
+    directory = opened(run)
     _check_output(output, directory.path)
     try:
         found = exports.History(directory.ledger)
@@ -190,7 +177,7 @@ def import_command(directory: Path, name: str | None, config_path: str | None) -
     from supervisor.config import ConfigError
 
     try:
-        with _progress("importing", importing.size_bytes(directory)) as advance:
+        with terminable(), _progress("importing", importing.size_bytes(directory)) as advance:
             made = importing.import_run(directory, name, runs(), config_path, advance)
     except ConfigError as error:
         return complain(str(error), ExitCode.USAGE)
@@ -205,5 +192,10 @@ def import_command(directory: Path, name: str | None, config_path: str | None) -
         f"{made.run}: {made.entries} entries, {len(made.steps)} checkpoints, {made.samples}"
         f" samples in {made.directory}"
     )
-    click.echo(f"to go on: supervisor start --config {shlex.quote(str(made.directory / RUN_FILE))}")
+    if made.stranded:
+        text = "our own trainer cannot go on from checkpoints without a manifest, as these are"
+        complain(f"{text}: to train on, import with --config and a trainer.command", ExitCode.OK)
+    else:
+        file = shlex.quote(str(made.directory / RUN_FILE))
+        click.echo(f"to go on: supervisor start --config {file}")
     return int(ExitCode.OK)

@@ -37,7 +37,7 @@ _DIRECTORIES: Final = (
     contract.SOCKETS,
 )
 HINT_SECONDS: Final = 0.5
-_NETWORK_FILE_SYSTEMS: Final = frozenset(
+NETWORK_FILE_SYSTEMS: Final = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lustre", "gpfs", "glusterfs", "ceph"}
 )
 
@@ -99,7 +99,7 @@ class RunDirectory:
                 f" that only its owner writes in: chmod go-w {self.path}"
             )
         kind = file_system(self.path)
-        if kind in _NETWORK_FILE_SYSTEMS:
+        if kind in NETWORK_FILE_SYSTEMS:
             raise RunError(
                 f"{self.path}: on a network file system ({kind}), where locks and sockets cannot be"
                 " trusted; put run.directory on a local disk"
@@ -272,11 +272,14 @@ def find_run(named: str | None, root: Path) -> Path:
 
 
 def list_runs(root: Path, tell: Callable[[OSError], None] = lambda error: None) -> list[Path]:
-    """The runs below `root`, by name. `tell` hears of each directory that cannot be looked into."""
+    """The runs below `root`, by name; half a fork or import is none. `tell` hears of each directory
+    that cannot be looked into."""
     if not root.is_dir():
         return []
     found = []
     for path in sorted(root.iterdir()):
+        if path.name.startswith(contract.TEMPORARY_PREFIX):
+            continue
         try:
             if (path / contract.JOURNAL_FILE).is_file():
                 found.append(path)

@@ -81,8 +81,6 @@ def unit(
                 file_out.write(text.encode())
     except (config.ConfigError, Unwritable) as error:
         return complain(str(error), ExitCode.USAGE)
-    except OSError as error:
-        return complain(f"--output {output}: {error.strerror}", ExitCode.USAGE)
     for name in left_out:
         click.echo(
             f"supervisor: {name} is not in the unit, which everybody can read; put it into a file"

@@ -27,12 +27,12 @@ from typing import Final
 
 import click
 
-from supervisor import client, config as config, events as ev
-from supervisor.acceptance import Refused as Refused, accept, created, on_record
+from supervisor import client, config, events as ev
+from supervisor.acceptance import Refused, accept, created, on_record
 from supervisor.attempt_logs import DETACHED_OUTPUT
 from supervisor.checkpoints import NoSpace, preflight
 from supervisor.commit import Unwritable, writable
-from supervisor.config import ConfigError, Settings
+from supervisor.config import Settings
 from supervisor.contract import LOGS, RUN_FILE, ExitCode, Json, checkpoint_size_bytes
 from supervisor.daemon import Daemon
 from supervisor.data_check import DataRefused, examine
@@ -233,15 +233,10 @@ def _check_space(settings: Settings, directory: RunDirectory) -> None:
         return
     size = checkpoint_size_bytes(config.parameter_count(settings.model, vocabulary))
     there = sum(1 for _ in directory.checkpoints.glob("step_*.bin"))
-    place = directory.path
-    while not place.exists():
-        place = place.parent
     try:
-        preflight(place, size, max(1, settings.checkpoint.keep_last + 1 - there))
+        preflight(directory.path, size, max(1, settings.checkpoint.keep_last + 1 - there))
     except NoSpace as error:
-        raise Refused(
-            f"{error}; free space or lower checkpoint.keep_last", ExitCode.USAGE
-        ) from error
+        raise Refused(f"{error.strerror}: see checkpoint.keep_last") from error
 
 
 def _check_epochs(settings: Settings, directory: RunDirectory) -> None:
@@ -318,15 +313,16 @@ def report(directory: RunDirectory) -> None:
     newest = [row for row in samples if row["step"] == samples[-1]["step"]] if samples else []
     for row in newest[:SAMPLES_SHOWN]:
         click.echo(f"  step {row['step']} | {printable(row['prompt'] + row['text'])}")
+    again = f"supervisor start --config {shlex.quote(str(place / RUN_FILE))}"
+    run = shlex.quote(str(place))
     if phase == "finished":
         click.echo(
-            f"to train on: supervisor start --config {shlex.quote(str(place / RUN_FILE))}"
-            f" --set training.steps={int(target or 0) * 2}"
-            f"\nto see more: supervisor status {place}; supervisor samples {place};"
-            f" python -m trainer generate {place} --prompt 'The '"
+            f"to train on: {again} --set training.steps={int(target or 0) * 2}"
+            f"\nto see more: supervisor status {run}; supervisor samples {run};"
+            f" python -m trainer generate {run} --prompt 'The '"
         )
     elif phase == "stopped":
-        click.echo("to go on: the same start command")
+        click.echo(f"to go on: {again}")
 
 
 def detach(arguments: Sequence[str], directory: Path) -> int:
@@ -371,10 +367,10 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
         except (client.NoSupervisor, client.DeadlinePassed):
             continue
         if answer.result["supervisor_pid"] == process.pid:
+            run = shlex.quote(str(directory))
             click.echo(
                 f"supervisor {process.pid} owns {directory}; it prints to {output}\n"
-                f"to watch it: supervisor status {directory};"
-                f" supervisor logs {directory} --supervisor -f"
+                f"to watch it: supervisor status {run}; supervisor logs {run} --supervisor -f"
             )
             return 0
     raise Refused(f"no answer within {DETACH_SECONDS:g} s; look at {output}", ExitCode.DEADLINE)
@@ -396,4 +392,4 @@ def own_words(text: str) -> str:
     return "\n".join(line.removeprefix(PREFIX) for line in lines) or text
 
 
-__all__ = ["ConfigError", "Refused", "Request", "detach", "resume_directory", "start_from_file"]
+__all__ = ["Owned", "Refused", "Request", "detach", "resume_directory", "start_from_file"]

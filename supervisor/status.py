@@ -78,7 +78,7 @@ def compose(
         "evaluation": gauge.evaluation,
         "checkpoint": {
             "step": newest,
-            "path": None if newest is None else str(_path(directory, newest)),
+            "path": None if newest is None else str(_path(directory.path, newest)),
             "verified": None if newest is None else newest in durable.verified,
         },
         "supervisor_pid": supervisor_pid,
@@ -120,11 +120,11 @@ def write(path: Path, status: Json, durable: bool) -> None:
 def located(directory: RunDirectory, result: Json) -> Json:
     """A step in a reply comes with the path of its checkpoint."""
     step = result.get("step")
-    return {**result, "path": str(_path(directory, step))} if isinstance(step, int) else result
+    return {**result, "path": str(_path(directory.path, step))} if isinstance(step, int) else result
 
 
-def _path(directory: RunDirectory, step: int) -> Path:
-    return directory.path.resolve() / contract.CHECKPOINTS / f"{contract.checkpoint_stem(step)}.bin"
+def _path(directory: Path, step: int) -> Path:
+    return directory.resolve() / contract.CHECKPOINTS / f"{contract.checkpoint_stem(step)}.bin"
 
 
 def _age_seconds(directory: Path, step: int) -> float | None:
@@ -144,11 +144,7 @@ def _newest_left(path: Path) -> Json:
     durable = _durable(path)
     left = [step for step in durable.on_disk if _age_seconds(path, step) is not None]
     newest = max(left, default=None)
-    return {
-        "step": newest,
-        "path": None if newest is None else str(_path(RunDirectory(path, durable.run), newest)),
-        "verified": None if newest is None else newest in durable.verified,
-    }
+    return {"step": newest, "verified": None if newest is None else newest in durable.verified}
 
 
 def _of_the_journal(path: Path) -> Json | None:
@@ -158,12 +154,13 @@ def _of_the_journal(path: Path) -> Json | None:
     if not durable.run:
         return None
     directory = RunDirectory(path, durable.run)
-    base = max(durable.on_disk, default=0)
     ruling = durable.epochs[-1]
     newest = next(iterate_backward(directory.ledger), None) if directory.ledger.exists() else None
     step = 0 if newest is None else newest.step
     if newest is not None and (newest.epoch or 1) < ruling.number:
         step = min(step, ruling.base_step)
+    # What is beyond the history is set aside before a trainer begins.
+    base = max((one for one in durable.on_disk if one <= step), default=0)
     gauge = Gauge()
     if newest is not None:
         gauge.go_on_from(directory.ledger, step)
@@ -208,7 +205,10 @@ def observe(path: Path) -> tuple[Json | None, int]:
         status["checkpoint"] = _newest_left(path)
         step = status["checkpoint"]["step"]
         age = None if step is None else _age_seconds(path, step)
-    status["checkpoint"] = {**status["checkpoint"], "age_seconds": age}
+    # Where the run is, which may have another name or place since it was written.
+    status["directory"] = str(path.resolve())
+    place = None if step is None else str(_path(path, step))
+    status["checkpoint"] = {**status["checkpoint"], "path": place, "age_seconds": age}
     if status["phase"] in TERMINAL or (status["phase"] == "idle" and owner is None):
         code = NOT_RUNNING
     elif owner is not None:

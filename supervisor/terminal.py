@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, TextIO
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
 
 import click
 
-from supervisor.contract import runs_directory
+from supervisor.contract import JOURNAL_FILE, ledger_name, runs_directory
+
+if TYPE_CHECKING:
+    from supervisor.rundir import RunDirectory
 
 PREFIX: Final = "supervisor: "
 
@@ -57,6 +63,21 @@ def complain(text: str, code: int) -> int:
     return int(code)
 
 
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM ends this like Ctrl-C does, so that what is half done goes too: a process, a
+    directory."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def runs() -> Path:
     return Path(runs_directory(os.environ))
 
@@ -65,6 +86,27 @@ def find(run: str | None) -> Path:
     from supervisor.rundir import find_run
 
     return find_run(run, runs())
+
+
+def opened(run: str | None) -> RunDirectory:
+    """The run and its name: that of its one ledger, else what its journal says."""
+    import orjson
+
+    from supervisor.rundir import RunDirectory
+
+    path, ending = find(run), ledger_name("")
+    ledgers = sorted(path.glob(f"*{ending}"))
+    if len(ledgers) == 1:
+        return RunDirectory(path, ledgers[0].name.removesuffix(ending))
+    with (path / JOURNAL_FILE).open("rb") as lines:
+        for line in lines:
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                break
+            if isinstance(record, dict) and record.get("record") == "run_created":
+                return RunDirectory(path, str(record.get("run")))
+    return RunDirectory(path, path.resolve().name)
 
 
 def print_json(value: Any) -> None:

@@ -6,6 +6,7 @@ What may live here: reading a run directory and printing it. Nothing here can st
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,24 @@ from typing import Any
 
 import click
 
-from supervisor.contract import CHECKPOINTS, LOGS, SUPERVISOR_LOG_FILE, Json
-from supervisor.terminal import complain, exits, find, json_option, print_json, run_argument, runs
+from supervisor.contract import (
+    CHECKPOINTS,
+    HEADER_BYTES,
+    LOGS,
+    RUN_FILE,
+    SUPERVISOR_LOG_FILE,
+    Json,
+)
+from supervisor.terminal import (
+    complain,
+    exits,
+    find,
+    json_option,
+    opened,
+    print_json,
+    run_argument,
+    runs,
+)
 
 
 @click.command(epilog=exits("0 running", "1 dead", "3 not running", "4 unknown"))
@@ -28,7 +45,7 @@ def status(run: str | None, as_json: bool, show_config: bool) -> int:
 
     directory = find(run)
     if show_config:
-        return _show_config(directory)
+        return _show_config(directory, as_json)
     found, code = view.observe(directory)
     if found is None:
         complain(f"{directory}: no status yet", code)
@@ -41,14 +58,23 @@ def status(run: str | None, as_json: bool, show_config: bool) -> int:
     return code
 
 
-def _show_config(directory: Path) -> int:
+def _show_config(directory: Path, as_json: bool) -> int:
     from supervisor import config
 
-    settings = config.load(directory / "run.toml", (), os.environ)
-    for section, table in settings.tree().items():
-        for key, value in table.items():
-            origin = settings.origins.get(f"{section}.{key}", "default")
-            click.echo(f"{section}.{key} = {value!r}  ({origin})")
+    settings = config.load(directory / RUN_FILE, (), os.environ)
+    shown = {
+        f"{section}.{key}": {
+            "value": value,
+            "origin": settings.origins.get(f"{section}.{key}", "default"),
+        }
+        for section, table in settings.tree().items()
+        for key, value in table.items()
+    }
+    if as_json:
+        print_json({"schema_version": 1, "settings": shown})
+        return 0
+    for name, one in shown.items():
+        click.echo(f"{name} = {one['value']!r}  ({one['origin']})")
     return 0
 
 
@@ -204,7 +230,7 @@ def logs(run: str | None, lines: int, follow: bool, attempt: int | None, own: bo
     end = path.stat().st_size  # what is written from here on is the follower's
     if end == 0 and not own and sys.stderr.isatty():
         words = f"{path.name}: the trainer has printed nothing so far; its progress:"
-        complain(f"{words} supervisor status {directory}", 0)
+        complain(f"{words} supervisor status {shlex.quote(str(directory))}", 0)
     _write("".join(last_lines(path, lines, end)))
     if follow:
         goes_on = attempt is None and not own
@@ -269,13 +295,10 @@ def _newest_log(shown: Path) -> Callable[[], Path]:
 )
 def samples(run: str | None, as_json: bool, count: int) -> int:
     """What the model writes: the newest sample audits."""
-    from supervisor.contract import samples_name
     from supervisor.sidecars import read_samples
     from supervisor.tail import printable
 
-    directory = find(run)
-    name = (_status_of(directory) or {}).get("run") or directory.name
-    rows = read_samples(directory / samples_name(name))[-count:] if count > 0 else []
+    rows = read_samples(opened(run).samples)[-count:] if count > 0 else []
     if as_json:
         print_json({"schema_version": 1, "samples": rows})
         return 0
@@ -283,12 +306,6 @@ def samples(run: str | None, as_json: bool, count: int) -> int:
         prompt, text = printable(row["prompt"]), printable(row["text"])
         click.echo(f"step {row['step']:>7} | {click.style(prompt, bold=True)}{text}")
     return 0
-
-
-def _status_of(directory: Path) -> Json | None:
-    from supervisor.sidecars import read_status
-
-    return read_status(directory)
 
 
 class _ListFirst(click.Group):
@@ -318,7 +335,7 @@ def checkpoints_list(run: str | None, as_json: bool) -> int:
     for row in rows:
         click.echo(
             f"step {row['step']:>9}  {row['size_bytes']:>14,} bytes  {row['reason']:<9}"
-            f" attempt {row['attempt']}  {row['path']}"
+            f" attempt {'-' if row['attempt'] is None else row['attempt']}  {row['path']}"
         )
     return 0
 
@@ -329,14 +346,27 @@ def checkpoints_list(run: str | None, as_json: bool) -> int:
 @json_option
 def checkpoints_show(step: int, run: str | None, as_json: bool) -> int:
     """One checkpoint, with its digests and where its tensors are."""
-    from supervisor.contract import checkpoint_stem
     from supervisor.rundir import RunError
 
-    path = find(run) / CHECKPOINTS / f"{checkpoint_stem(step)}.json"
-    if not path.is_file():
-        raise RunError(f"no checkpoint of step {step}: {path} is not there")
-    manifest = _manifest(path)
-    shown = {
+    place = find(run)
+    found = next((one for one in _found_checkpoints(place) if one.step == step), None)
+    if found is None:
+        raise RunError(f"{place / CHECKPOINTS}: no checkpoint of step {step}")
+    manifest = None if found.manifest is None else _manifest(found.manifest)
+    shown = _of_bare(found) if manifest is None else _of_manifest(manifest)
+    tensors = () if manifest is None else manifest.tensors
+    if as_json:
+        print_json(shown | {"tensors": [tensor.to_json() for tensor in tensors]})
+        return 0
+    for key, value in shown.items():
+        click.echo(f"{key:<14} {'-' if value is None else value}")
+    for tensor in tensors:
+        click.echo(f"  {tensor.offset:>12} {tensor.name:<32} {list(tensor.shape)}")
+    return 0
+
+
+def _of_manifest(manifest: Any) -> Json:
+    return {
         "schema_version": 1,
         "step": manifest.step,
         "run_id": manifest.run_id,
@@ -347,17 +377,23 @@ def checkpoints_show(step: int, run: str | None, as_json: bool) -> int:
         "size_bytes": manifest.size_bytes,
         "binary_digest": manifest.binary_digest,
         "targets_seen": manifest.state["targets_seen"],
-        "tensors": [tensor.to_json() for tensor in manifest.tensors],
     }
-    if as_json:
-        print_json(shown)
-        return 0
-    for key, value in shown.items():
-        if key != "tensors":
-            click.echo(f"{key:<14} {value}")
-    for tensor in manifest.tensors:
-        click.echo(f"  {tensor.offset:>12} {tensor.name:<32} {list(tensor.shape)}")
-    return 0
+
+
+def _of_bare(found: Any) -> Json:
+    """The same of a checkpoint without a manifest, as another program writes it: it says no more
+    than its header."""
+    with found.binary.open("rb") as file:
+        header, size_bytes = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
+    return {
+        "schema_version": 1,
+        "step": found.step,
+        **dict.fromkeys(("run_id", "attempt", "epoch")),
+        "reason": "bare",
+        "parameters": int.from_bytes(header[4:], "little", signed=True),
+        "size_bytes": size_bytes,
+        **dict.fromkeys(("binary_digest", "targets_seen")),
+    }
 
 
 def _found_checkpoints(directory: Path) -> list[Any]:
@@ -378,7 +414,9 @@ def _manifest(path: Path) -> Any:
 
 
 def _checkpoint_row(found: Any) -> Json | None:
-    """None where the run has removed it since it was found."""
+    """None where the run has removed it since it was found. One that is damaged hides no other."""
+    from supervisor.rundir import RunError
+
     row: Json = {"step": found.step, "path": str(found.binary), "reason": "bare", "attempt": None}
     try:
         row["size_bytes"] = found.binary.stat().st_size
@@ -387,6 +425,9 @@ def _checkpoint_row(found: Any) -> Json | None:
             row |= {"reason": manifest.reason, "attempt": manifest.attempt}
     except FileNotFoundError:
         return None
+    except RunError as error:
+        complain(str(error), 0)
+        row["reason"] = "damaged"
     return row
 
 

@@ -111,6 +111,9 @@ def test_status_names_the_origin_of_each_setting(stopped: Run, supervisor: Comma
     done = supervisor("status", str(stopped.directory), "--config")
     assert done.code == 0
     assert "training.steps = 30  (file)" in done.out
+    found = json.loads(supervisor("status", str(stopped.directory), "--config", "--json").out)
+    assert found["settings"]["training.steps"] == {"value": 30, "origin": "file"}
+    assert len(found["settings"]) == done.out.count("\n")
 
 
 def test_a_run_that_does_not_exist_is_told_with_those_that_do(
@@ -194,6 +197,39 @@ def test_checkpoints_are_listed_and_shown(stopped: Run, supervisor: Command) -> 
     assert supervisor("checkpoints", directory).out.count("\n") == 3
     missing = supervisor("checkpoints", "show", "21", directory)
     assert (missing.code, "no checkpoint of step 21" in missing.err) == (2, True)
+
+
+def test_a_damaged_checkpoint_hides_no_other(supervisor: Command, tmp_path: Path) -> None:
+    (tmp_path / contract.JOURNAL_FILE).touch()
+    directory = tmp_path / contract.CHECKPOINTS
+    directory.mkdir()
+    for step in (10, 20, 30):
+        write_checkpoint(directory, step)
+    (directory / "step_000020.json").write_text("{")
+    listed = supervisor("checkpoints", str(tmp_path), "--json")
+    rows = json.loads(listed.out)["checkpoints"]
+    assert listed.code == 0
+    assert [row["reason"] for row in rows] == ["cadence", "damaged", "cadence"]
+    assert listed.err.startswith("supervisor: step_000020.json: not JSON")
+    assert supervisor("checkpoints", "show", "20", str(tmp_path)).code == 2
+
+
+def test_a_checkpoint_without_a_manifest_is_shown_too(supervisor: Command, tmp_path: Path) -> None:
+    (tmp_path / contract.JOURNAL_FILE).touch()
+    directory = tmp_path / contract.CHECKPOINTS
+    directory.mkdir()
+    for step in (10, 20):
+        write_checkpoint(directory, step)
+    (directory / "step_000020.json").unlink()
+    whole, bare = (
+        json.loads(supervisor("checkpoints", "show", step, str(tmp_path), "--json").out)
+        for step in ("10", "20")
+    )
+    assert whole.keys() == bare.keys()
+    assert (bare["step"], bare["reason"], bare["tensors"]) == (20, "bare", [])
+    assert (bare["parameters"], bare["size_bytes"]) == (whole["parameters"], whole["size_bytes"])
+    assert "None" not in supervisor("checkpoints", "show", "20", str(tmp_path)).out
+    assert " bare      attempt -  " in supervisor("checkpoints", str(tmp_path)).out
 
 
 def test_a_reader_that_goes_away_gets_no_traceback(stopped: Run) -> None:
@@ -395,7 +431,8 @@ def test_too_little_space_is_refused_before_anything_is_made(
     config = str(ROOT / "configs" / "quickstart.toml")
     done = supervisor("start", "--config", config, "--set", f"run.directory={tmp_path / 'run'}")
     assert done.code == 2
-    assert "free space or lower checkpoint.keep_last" in done.err
+    assert done.err.startswith(f"supervisor: {tmp_path / 'run' / contract.CHECKPOINTS}: ")
+    assert done.err.endswith(" or move the run: see checkpoint.keep_last\n")
     assert not (tmp_path / "run").exists()
 
 
@@ -409,6 +446,26 @@ def test_a_bug_of_ours_has_its_own_exit_code(
     done = supervisor("status", str(stopped.directory))
     assert done.code == 70
     assert "this cannot happen" in done.err
+
+
+def test_what_is_printed_goes_into_no_file_of_the_run_where_nobody_gave_a_descriptor(
+    run: Run, tmp_path: Path
+) -> None:
+    """The lock had number 2 then, and the progress in it instead of the owner's name."""
+
+    def without_descriptors(*arguments: str) -> int:
+        process = subprocess.Popen(
+            run.command(*arguments), env=run.variables(), preexec_fn=lambda: os.closerange(0, 3)
+        )
+        return process.wait(DEADLINE_SECONDS)
+
+    assert without_descriptors("start", "--config", str(run.config)) == 0
+    assert json.loads((run.directory / contract.LOCK_FILE).read_bytes()).keys() == {
+        *("pid", "host", "started")
+    }
+    nowhere = str(tmp_path / "not" / "there")
+    assert without_descriptors("history", str(run.directory), "--output", nowhere) == 2
+    assert without_descriptors("history", str(run.directory)) == 0
 
 
 def test_a_detached_start_returns_when_it_answers(run: Run, supervisor: Command) -> None:
@@ -486,3 +543,14 @@ def test_a_damaged_journal_is_a_failure_and_stays_as_it_is(run: Run) -> None:
     assert run.finish() == 1
     assert "line 2" in run.output()
     assert path.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("line", ["[]", "7", '{"record": "run_created"}', "no"])
+def test_a_journal_that_is_none_is_told_and_no_fault_of_ours(
+    supervisor: Command, tmp_path: Path, line: str
+) -> None:
+    (tmp_path / contract.JOURNAL_FILE).write_text(f"{line}\n")
+    verified = supervisor("verify", str(tmp_path))
+    assert (verified.code, "journal.jsonl" in verified.out) == (1, True)
+    assert supervisor("history", str(tmp_path)).code == 1
+    assert supervisor("samples", str(tmp_path)) == (0, "", "")

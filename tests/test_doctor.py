@@ -91,6 +91,13 @@ def test_little_space_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert doctor._space(tmp_path).verdict == verdict
 
 
+def test_a_network_disk_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`start` refuses it."""
+    monkeypatch.setattr(doctor, "file_system", lambda place: "nfs4")
+    finding = doctor._space(tmp_path)
+    assert (finding.verdict, "network disk (nfs4)" in finding.detail) == ("bad", True)
+
+
 def test_a_disk_that_cannot_be_written_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**more: Any) -> None:
         raise OSError(errno.EROFS, "read-only")

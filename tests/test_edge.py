@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shlex
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +14,7 @@ from pathlib import Path
 import pytest
 from runs_kit import DEADLINE_SECONDS, Run
 
-from supervisor import cli
+from supervisor import cli, contract
 
 Answer = tuple[int, str, str]
 Command = Callable[..., Answer]
@@ -141,6 +144,7 @@ def test_the_list_leaves_out_what_cannot_be_read(
         "replay --from -1",
         "replay --from 0 --to -1",
         "fork new --at-step -1",
+        "fork new --at-step 0",
     ],
 )
 def test_a_number_that_means_nothing_is_a_usage_error(supervisor: Command, words: str) -> None:
@@ -165,6 +169,54 @@ def test_what_is_said_of_going_on_can_be_done(tmp_path: Path) -> None:
         assert "recorded 60, requested 59; it may only grow" in refused.stderr
 
 
+def test_what_is_said_of_a_run_can_be_done_wherever_it_lies_and_whoever_stopped_it(
+    tmp_path: Path,
+) -> None:
+    """A start as recorded, of a run that is to stay stopped, goes on by another command."""
+
+    def said(text: str, words: str) -> list[str]:
+        (line,) = [line for line in text.splitlines() if line.startswith(words)]
+        return [one.removeprefix("supervisor ") for one in line.removeprefix(words).split("; ")]
+
+    def does(words: str) -> int:
+        return run.supervisor(*shlex.split(words)).returncode
+
+    home = tmp_path / "a place"
+    home.mkdir()
+    with contextlib.closing(Run(home)) as run:
+        process = run.hold(12)
+        assert run.ask("stop").outcome == "done"
+        assert run.end(process) == 0
+        run.open_gate()
+        assert run.finish("--as-recorded") == 0
+        (go_on,) = said(run.output(), "to go on: ")
+        assert does(go_on) == 0
+        assert run.file_status()["step"] == 30
+        assert run.finish() == 0
+        status, samples, _ = said(run.output(), "to see more: ")
+        assert (does(status), does(samples)) == (3, 0)
+        branch = run.supervisor("fork", str(run.directory), "branch", "--at-step", "20")
+        run.gate(25)
+        (train_on,) = said(branch.stdout, "to train on: ")
+        started = run.supervisor(*shlex.split(train_on), "--detach")
+        assert started.returncode == 0
+        _, logs = said(started.stdout, "to watch it: ")
+        assert does(logs.removesuffix(" -f")) == 0
+        assert does("stop branch") == 0
+
+
+@pytest.mark.parametrize("words", ["policy check FILE", "policy diff FILE", "pivot --policy FILE"])
+def test_a_full_disk_is_no_mistake_in_a_policy(
+    finished: Run, supervisor: Command, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("supervisor.pivot.propose", full)
+    told = supervisor(*words.split(), str(finished.directory))
+    assert told == (74, "", "supervisor: No space left on device\n")
+
+
 @pytest.mark.parametrize("detached", [[], ["--detach"]], ids=["", "detached"])
 def test_a_directory_of_somebody_else_is_no_new_run(
     finished: Run, supervisor: Command, tmp_path: Path, detached: list[str]
@@ -175,6 +227,32 @@ def test_a_directory_of_somebody_else_is_no_new_run(
     assert code == 2
     assert f"supervisor import {tmp_path}" in err
     assert [path.name for path in tmp_path.iterdir()] == ["step_000010.bin"]
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("import_run", "import FOLDER"), ("fork", "fork RUN new --at-step 10")],
+    ids=["import", "fork"],
+)
+def test_what_is_terminated_half_way_leaves_nothing(
+    finished: Run, tmp_path: Path, module: str, words: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\n"
+        f"from supervisor import {module}\n"
+        f"{module}.fsync_directory = lambda place: os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(finished.directory / contract.CHECKPOINTS / "step_000010.bin", folder)
+    places = {"FOLDER": str(folder), "RUN": str(finished.directory)}
+    done = finished.supervisor(
+        *(places.get(word, word) for word in words.split()),
+        SUPERVISOR_RUNS=str(tmp_path / "runs"),
+        PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 # --- outputs --------------------------------------------------------------------------------------

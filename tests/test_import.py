@@ -356,7 +356,9 @@ def test_the_settings_of_an_import_without_a_configuration_fit_its_history(
     done = run.supervisor("import", str(folder.path))
     assert done.returncode == 0
     directory = folder.path.parent / "andrea-12m"
-    assert f"to go on: supervisor start --config {directory / 'run.toml'}" in done.stdout
+    # The default trainer is ours, and would call each of these checkpoints damaged.
+    assert "to go on" not in done.stdout
+    assert "our own trainer cannot go on from checkpoints without a manifest" in done.stderr
     shown = run.supervisor("status", str(directory), "--config").stdout
     assert "training.steps = 1000  (file)" in shown
     assert "run.name = 'andrea-12m'" in shown
@@ -368,6 +370,7 @@ def test_checkpoints_beyond_the_history_are_said(folder: Folder, run: Run) -> No
     done = run.supervisor("import", str(folder.path), "--config", str(run.config))
     assert done.returncode == 0
     assert "the checkpoints of steps [40] are beyond the history" in done.stderr
+    assert "(not started yet, begins at step 30)" in run.supervisor("status", "onward").stdout
     assert run.finish() == 0
     assert run.records("attempt_started")[0]["resume_step"] == 30
     assert run.supervisor("verify", "onward").returncode == 0
@@ -375,9 +378,11 @@ def test_checkpoints_beyond_the_history_are_said(folder: Folder, run: Run) -> No
 
 def test_what_is_left_out_is_said_and_the_rest_imported(folder: Folder, run: Run) -> None:
     (folder.path / "step_000040.bin").write_bytes(b"short")
+    (folder.path / "step_000050.bin").symlink_to("nowhere")
     done = run.supervisor("import", str(folder.path), "--name", "named")
     assert done.returncode == 0
-    assert done.stderr.startswith("supervisor: left out: step_000040.bin: ")
+    assert "supervisor: left out: step_000040.bin: " in done.stderr
+    assert "supervisor: left out: step_000050.bin: not a regular file" in done.stderr
     again = run.supervisor("import", str(folder.path), "--name", "named")
     assert again.returncode == 2
     assert "exists; give the import another --name, nothing was changed" in again.stderr
@@ -391,6 +396,15 @@ def test_an_import_goes_on_under_its_own_settings(folder: Folder, run: Run) -> N
     assert done.stdout.splitlines()[-1] == line
 
 
+def test_samples_are_those_of_the_run_whatever_its_directory_is_called(
+    folder: Folder, run: Run
+) -> None:
+    words = ("import", str(folder.path), "--config", str(run.config), "--name", "another")
+    assert run.supervisor(*words).returncode == 0
+    done = run.supervisor("samples", str(run.directory))
+    assert (done.returncode, done.stdout) == (0, "step      20 | region\n")
+
+
 def test_a_name_does_not_move_an_import_whose_settings_say_where_it_is(
     folder: Folder, run: Run
 ) -> None:
@@ -399,6 +413,11 @@ def test_a_name_does_not_move_an_import_whose_settings_say_where_it_is(
     refused = run.supervisor(*words)
     assert refused.returncode == 2
     assert "the settings say so (run.directory, from the file)" in refused.stderr
+
+
+def test_a_name_may_be_a_number(folder: Folder, run: Run) -> None:
+    words = ("import", str(folder.path), "--config", str(run.config), "--name", "2024")
+    assert run.supervisor(*words).stdout.startswith("2024: 30 entries, 3 checkpoints")
 
 
 def test_a_configuration_that_is_wrong_is_told_before_anything_is_made(

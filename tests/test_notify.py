@@ -23,6 +23,7 @@ from runs_kit import DEADLINE_SECONDS, PYTHON, Run, wait_until
 
 from supervisor import channels, contract, events as ev, notices, notifier, start, webhook
 from supervisor.channels import Channel, ChannelError
+from supervisor.config import ConfigError
 from supervisor.contract import ExitCode, Json
 from supervisor.notices import Notice, Watch, judge, watch_of
 from supervisor.notifier import QUEUE_MAX, Notifier
@@ -732,7 +733,7 @@ def test_what_could_never_deliver_is_refused_at_the_start(
 ) -> None:
     run.settings["alarms"] = alarms
     run.write_config()
-    with pytest.raises((start.Refused, start.ConfigError)) as refused:
+    with pytest.raises((start.Refused, ConfigError)) as refused:
         start.start_from_file(str(run.config), (), os.environ, start.Request())
     assert expected in str(refused.value)
     assert not run.directory.exists()

@@ -225,6 +225,9 @@ def test_a_policy_is_compared_and_tried_without_a_trace(story: Story) -> None:
     shares = {row["arm"]: row["share"] for row in rows}
     assert sum(shares.values()) == pytest.approx(1.0)
     assert shares["prose"] >= 0.6
+    ruling = story.run.directory / contract.POLICIES / "0002.toml"
+    looked = story.run.supervisor("policy", "check", str(ruling), str(story.run.directory))
+    assert (looked.returncode, looked.stderr) == (0, "")
     file = ("--policy", str(other))
     dry = story.run.supervisor("pivot", str(story.run.directory), "--dry-run", *file)
     assert (dry.returncode, "nothing was changed" in dry.stdout) == (0, True)

@@ -82,9 +82,12 @@ def pivot_once(
             def over() -> bool:
                 return supervisor.poll() is not None or bool(reply.poll(0))
 
+            # What a trainer says of it goes into its log, unless that is what is struck.
+            in_log = point is not None and point.call.target.startswith("logs/")
+
             def told_too_late() -> bool:
                 """The next trainer is past the boundary, and held before the one after."""
-                return run.pauses("p1") > 1 and run.history_step() >= AFTER
+                return run.pauses("p1") > (0 if in_log else 1) and run.history_step() >= AFTER
 
             def refused() -> bool:
                 """The disk took no base at this boundary; the pivot waits for the one after."""
@@ -92,8 +95,6 @@ def pivot_once(
                 return bool(unsaved) and run.history_step() >= AFTER
 
             def known() -> bool:
-                """What a trainer says of it goes into its log, unless that is what is struck."""
-                in_log = point is not None and point.call.target.startswith("logs/")
                 return bool(run.pauses("p1") or (in_log and run.map["struck"]))
 
             wait_until(lambda: over() or known(), "a trainer that knows")

@@ -259,6 +259,15 @@ def test_a_run_is_found_by_name_or_directory(runs: Path) -> None:
     assert list_runs(runs / "nothing") == []
 
 
+def test_half_a_fork_is_no_run(runs: Path) -> None:
+    """A kill in the moment before it gets its name leaves one that has all of a run."""
+    half = runs / ".tmp-fork-dora-x"
+    half.mkdir()
+    (half / contract.JOURNAL_FILE).touch()
+    assert find_run(None, runs) == runs / "carla"
+    assert half not in list_runs(runs)
+
+
 def test_without_a_name_it_is_the_run_that_ran_last(runs: Path) -> None:
     assert find_run(None, runs) == runs / "carla"
     status = runs / "berta" / contract.STATUS_FILE

@@ -423,4 +423,9 @@ def test_a_place_that_cannot_be_written_is_told(
     words = ["unit", "--config", str(config), "--output", place]
     monkeypatch.setattr("sys.argv", ["supervisor", *words])
     assert cli.main() == 2
-    assert f"--output {place}: No such file or directory" in capsys.readouterr().err
+    assert f"{place}: No such file or directory" in capsys.readouterr().err
+    full = tmp_path / "full.service"
+    full.symlink_to("/dev/full")
+    monkeypatch.setattr("sys.argv", ["supervisor", *words[:-1], str(full)])
+    assert cli.main() == 74
+    assert capsys.readouterr().err == f"supervisor: {full}: No space left on device\n"

@@ -62,6 +62,13 @@ def test_a_checkpoint_that_was_moved_away_is_not_the_newest_any_more(run: Run) -
     assert checkpoint["age_seconds"] is not None
 
 
+def test_a_run_that_was_moved_is_shown_where_it_is(run: Run, tmp_path: Path) -> None:
+    moved = run.directory.rename(tmp_path / "moved")
+    status = json.loads(run.supervisor("status", str(moved), "--json").stdout)
+    assert status["directory"] == str(moved)
+    assert status["checkpoint"]["path"] == str(moved / contract.CHECKPOINTS / "step_000030.bin")
+
+
 def test_a_rollback_of_a_run_at_rest_is_called_one_and_stands_at_its_base(run: Run) -> None:
     done = run.supervisor("rollback", str(run.directory), "--to-step", "20")
     assert done.returncode == 0, done.stderr
