@@ -12,7 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import Final
 
-from supervisor.contract import Entry, Json
+from supervisor.contract import Entry
 from supervisor.ledger import iterate_backward
 from supervisor.rows import LedgerDamaged
 
@@ -32,7 +32,6 @@ class Gauge:
         self.arm: str | None = None
         self.epoch: int | None = None
         self.time: float | None = None
-        self.evaluation: Json | None = None
         self._durations: deque[float] = deque(maxlen=RATE_WINDOW_STEPS)
 
     def take(self, entry: Entry) -> None:

@@ -362,7 +362,6 @@ class Recorder:
     def _take_evaluation(self, file: _File, line: EvaluationLine) -> None:
         if (file.entry_epoch or file.epoch) < self.epoch:
             return  # receipts read again after a pivot: a branch that was left
-        self.gauge.evaluation = {"step": line.step, "loss": line.loss, "arms": line.arms}
         if line.step > self.evaluated_step:
             self.evaluated_step = line.step
             loss = contract.encode_number(line.loss)

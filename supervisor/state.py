@@ -120,6 +120,7 @@ class Durable:
     alarms: tuple[tuple[str, str], ...] = ()
     replies: tuple[ev.Replied, ...] = ()
     evaluated_step: int = 0
+    evaluation: ev.Evaluated | None = None  # the newest of the branch that rules, where known
 
     def owner(self, step: int) -> tuple[Epoch, int | None]:
         """The epoch that owns the step after `step`, and up to which step (None: without end)."""
@@ -194,6 +195,7 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
         case ev.PivotAborted():
             return replace(durable, pivot=None)
         case ev.PolicySwitched():
+            left = record.base_step < durable.evaluated_step
             begun = Epoch(
                 record.epoch,
                 record.base_step,
@@ -208,6 +210,7 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
                 durable,
                 pivot=None,
                 evaluated_step=min(durable.evaluated_step, record.base_step),
+                evaluation=None if left else durable.evaluation,
                 epoch=record.epoch,
                 epochs=(*durable.epochs, begun),
                 pins=durable.pins | {record.base_step},
@@ -275,7 +278,9 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
             others = tuple(item for item in durable.stored if item[0] != record.file)
             return replace(durable, stored=(*others, (record.file, record.sha256)))
         case ev.Evaluated():
-            return replace(durable, evaluated_step=max(durable.evaluated_step, record.step))
+            if record.step < durable.evaluated_step:
+                return durable
+            return replace(durable, evaluated_step=record.step, evaluation=record)
         case ev.ReplayDiverged():
             first = durable.first_diverged_step
             return replace(

@@ -7,6 +7,7 @@ reader gives it. The file is a hint; the run's lock says whether anybody stands 
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
@@ -75,7 +76,7 @@ def compose(
         "loss": encode_number(gauge.loss),
         "loss_ema": encode_number(gauge.loss_ema),
         "steps_per_second": gauge.steps_per_second if state.phase == "running" else None,
-        "evaluation": gauge.evaluation,
+        "evaluation": None if durable.evaluation is None else asdict(durable.evaluation),
         "checkpoint": {
             "step": newest,
             "path": None if newest is None else str(_path(directory.path, newest)),

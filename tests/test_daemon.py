@@ -674,6 +674,21 @@ def test_sighup_follows_a_rotated_log(run: Run) -> None:
 # --- a second start -------------------------------------------------------------------------------
 
 
+def test_the_held_out_loss_outlives_the_supervisor_that_took_it_in(run: Run) -> None:
+    supervisor = run.hold(25)
+    run.wait_for_record("evaluated", step=20)
+    seen = run.status()["evaluation"]
+    assert (seen["step"], seen["loss"]) == (20, run.records("evaluated")[-1]["loss"])
+    run.kill_supervisor(supervisor)
+    supervisor = run.hold(25)
+    assert run.status()["evaluation"] == seen
+    run.open_gate()
+    assert run.end(supervisor) == 0
+    assert run.finish() == 0
+    assert run.file_status()["evaluation"]["step"] == 30
+    assert "held-out loss at step 30" in run.output()
+
+
 @pytest.mark.fault(
     "FC-88", phase="idle", does="says that the run is finished; more steps are the operator's word"
 )

@@ -372,7 +372,10 @@ CHANGES: Final[list[tuple[ev.Record, dict[str, Any]]]] = [
     (ev.CheckpointsSuperseded(0, [50, 60]), {"on_disk": frozenset(), "verified": frozenset()}),
     (ev.CheckpointsRemoved([50]), {"on_disk": frozenset(), "verified": frozenset()}),
     (ev.LeftoversRemoved(["superseded/step_000050.bin"], 80), {}),
-    (ev.Evaluated(100, 2.5, {}), {"evaluated_step": 100}),
+    (
+        ev.Evaluated(100, 2.5, {}),
+        {"evaluated_step": 100, "evaluation": ev.Evaluated(100, 2.5, {})},
+    ),
     (
         ev.ReplayDiverged(60, 1, ["loss"], {"loss": 1.0}, {"loss": 2.0}, "code"),
         {"diverged_steps": 1, "first_diverged_step": 60},
