@@ -313,8 +313,13 @@ def apply(durable: Durable, record: ev.Record) -> Durable:
 
 
 def _without(durable: Durable, steps: Iterable[int]) -> Durable:
+    """A run whose last checkpoint goes has not finished any more, whoever finds out."""
     gone = frozenset(steps)
-    return replace(durable, on_disk=durable.on_disk - gone, verified=durable.verified - gone)
+    left = replace(durable, on_disk=durable.on_disk - gone, verified=durable.verified - gone)
+    ends = {step for step in durable.on_disk if step >= durable.target_step}
+    if durable.outcome == "finished" and ends and ends <= gone:
+        left = replace(left, outcome="", reason="")
+    return left
 
 
 def fold(records: Iterable[ev.Record]) -> Durable:

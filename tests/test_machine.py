@@ -635,6 +635,42 @@ def test_fc88_a_finished_run_is_not_started_again() -> None:
     assert case.state.durable.attempt == 0
 
 
+FINISHED: Final = (
+    CREATED,
+    ev.CheckpointCommitted(TARGET_STEP - 100, 1, "cadence", [], "bd"),
+    ev.CheckpointCommitted(TARGET_STEP, 1, "final", [], "bd"),
+    ev.RunFinished(TARGET_STEP),
+)
+
+
+@pytest.mark.parametrize(
+    ("lost", "still"),
+    [
+        (ev.CheckpointQuarantined(TARGET_STEP, "chunk 0 differs", "q"), False),
+        (ev.CheckpointsRemoved([TARGET_STEP]), False),
+        (ev.CheckpointsRemoved([TARGET_STEP - 100]), True),
+        (ev.CheckpointQuarantined(TARGET_STEP + 100, "of nobody", "q"), True),
+    ],
+)
+def test_a_run_has_finished_as_long_as_its_last_checkpoint_is_there(
+    lost: ev.Record, still: bool
+) -> None:
+    found = fold([*FINISHED, lost])
+    assert (found.outcome, found.reason) == (
+        ("finished", f"reached step {TARGET_STEP}") if still else ("", "")
+    )
+
+
+def test_a_stop_in_the_moment_that_the_last_checkpoint_is_found_damaged_is_no_finish() -> None:
+    """The next start executes the last steps again, so nobody may be told that all is done."""
+    case = Case(*FINISHED[1:])
+    case.open(None)
+    case.to_selecting(history=TARGET_STEP)
+    case.signal("stop")
+    case.select(TARGET_STEP - 100, rejected=((TARGET_STEP, "chunk 0 differs", "q"),))
+    assert case.state.phase == "stopped"
+
+
 def test_a_larger_target_makes_a_finished_run_go_on() -> None:
     case = Case(
         ev.RunFinished(TARGET_STEP), ev.SettingsChanged({"training.steps": [1000, 2000]}, 2000)
