@@ -30,7 +30,7 @@ import click
 from supervisor import client, config, events as ev
 from supervisor.acceptance import Refused, accept, created, on_record
 from supervisor.attempt_logs import DETACHED_OUTPUT
-from supervisor.checkpoints import NoSpace, preflight
+from supervisor.checkpoints import NoSpace, find, preflight
 from supervisor.commit import Unwritable, writable
 from supervisor.config import Settings
 from supervisor.contract import LOGS, RUN_FILE, ExitCode, Json, checkpoint_size_bytes
@@ -48,7 +48,6 @@ from supervisor.rows import LedgerDamaged
 from supervisor.rundir import (
     LockHeld,
     RunDirectory,
-    RunError,
     refuse_foreign,
     refuse_owned,
     take_lock,
@@ -139,6 +138,8 @@ def _supervise(
             directory.create()
             lock_fd = take_lock(directory)
         settings, records, before = _settle(settings, directory)
+        if request.wish == "run" and not request.from_scratch:
+            _check_manifests(settings, before, directory)
         if request.wish == "run" and (words := _forgiven(before)):
             reporter.say(words)
         home = Path.cwd()
@@ -159,9 +160,8 @@ def _supervise(
     except LockHeld as held:
         raise Owned(str(held)) from held
     except Unwritable as problem:
-        mine = problem.errno not in OPERATORS
-        raise Refused(str(problem), ExitCode.OURS if mine else ExitCode.USAGE) from problem
-    except (JournalDamaged, LedgerDamaged, RecordBroken, RunError) as damage:
+        raise _refusal(problem) from problem
+    except (JournalDamaged, LedgerDamaged, RecordBroken) as damage:
         raise Refused(str(damage), ExitCode.FAILED) from damage
     finally:
         reporter.close()
@@ -169,6 +169,11 @@ def _supervise(
             os.close(lock_fd)
         manager.close()
         signals.close()
+
+
+def _refusal(problem: Unwritable) -> Refused:
+    mine = problem.errno not in OPERATORS
+    return Refused(str(problem), ExitCode.OURS if mine else ExitCode.USAGE)
 
 
 class LifeBroken(Exception):
@@ -257,6 +262,20 @@ def _check_epochs(settings: Settings, directory: RunDirectory) -> None:
         raise Refused(str(refusal)) from refusal
 
 
+def _check_manifests(settings: Settings, before: Durable, directory: RunDirectory) -> None:
+    """Our own trainer goes on from nothing that another program saved: there is no state of the
+    samplers, the bandit and the generators beside the weights."""
+    if not before.imported or settings.trainer.command is not None:
+        return
+    newest = max(find(directory.checkpoints), key=lambda found: found.step, default=None)
+    if newest is not None and newest.manifest is None:
+        raise Refused(
+            f"{newest.binary}: a checkpoint without a manifest, from which our own trainer cannot"
+            " go on: import again with --config and a trainer.command, or begin again from step 0"
+            " with --from-scratch"
+        )
+
+
 def _is_steps(change: config.Change) -> bool:
     return change.key == "training.steps"
 
@@ -336,7 +355,7 @@ def detach(arguments: Sequence[str], directory: Path) -> int:
         with writable(directory):
             place.create()
     except Unwritable as problem:
-        raise Refused(str(problem)) from problem
+        raise _refusal(problem) from problem
     try:
         refuse_owned(place)
     except LockHeld as held:

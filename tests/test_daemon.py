@@ -674,6 +674,18 @@ def test_sighup_follows_a_rotated_log(run: Run) -> None:
 # --- a second start -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("detached", [(), ("--detach",)], ids=["foreground", "detached"])
+def test_a_directory_in_which_others_may_write_is_the_operators_to_mend(
+    run: Run, detached: tuple[str, ...]
+) -> None:
+    """No failure of the run, so that a service manager does not try again."""
+    run.directory.mkdir()
+    run.directory.chmod(0o777)
+    done = run.supervisor("start", "--config", str(run.config), *detached)
+    assert (done.returncode, done.stdout) == (contract.ExitCode.USAGE, "")
+    assert f"chmod go-w {run.directory}" in done.stderr
+
+
 def test_the_held_out_loss_outlives_the_supervisor_that_took_it_in(run: Run) -> None:
     supervisor = run.hold(25)
     run.wait_for_record("evaluated", step=20)

@@ -359,6 +359,12 @@ def test_the_settings_of_an_import_without_a_configuration_fit_its_history(
     # The default trainer is ours, and would call each of these checkpoints damaged.
     assert "to go on" not in done.stdout
     assert "our own trainer cannot go on from checkpoints without a manifest" in done.stderr
+    journal = (directory / "journal.jsonl").read_bytes()
+    start = run.supervisor("start", "--config", str(directory / "run.toml"))
+    assert start.returncode == 2
+    assert "step_000030.bin: a checkpoint without a manifest" in start.stderr
+    assert "--from-scratch" in start.stderr
+    assert (directory / "journal.jsonl").read_bytes() == journal, "nobody died of it five times"
     shown = run.supervisor("status", str(directory), "--config").stdout
     assert "training.steps = 1000  (file)" in shown
     assert "run.name = 'andrea-12m'" in shown
