@@ -3,7 +3,8 @@
 What may live here: where the bytes of an export go. Nothing is written to a run.
 
 Invariants:
-- A regular file is the old one or the new one whole, never a half; a link stays a link.
+- A regular file is the old one or the new one whole, never a half; a link stays a link, and
+  what only its owner may read stays so.
 - A device, a pipe or our own standard output is written through and stays what it is.
 - An error names the path that the operator gave.
 """
@@ -58,6 +59,8 @@ def _replacing(target: Path, temporary: Path) -> Iterator[BinaryIO]:
     published = False
     try:
         with temporary.open("xb") as out:
+            with suppress(FileNotFoundError):  # what was for its owner alone stays so
+                os.fchmod(out.fileno(), stat.S_IMODE(target.stat().st_mode))
             yield out
             out.flush()
             os.fsync(out.fileno())

@@ -244,9 +244,10 @@ def policy_show(run: str | None, epoch: int | None, as_json: bool) -> int:
 @policy.command(epilog=exits(), name="diff")
 @click.argument("policy_file", type=click.Path())
 @run_argument
-def policy_diff(policy_file: str, run: str | None) -> int:
+@json_option
+def policy_diff(policy_file: str, run: str | None, as_json: bool) -> int:
     """What a policy file would change in a run."""
-    return _pivot(run, Path(policy_file), "boundary", None, "", True, 1.0, None, False)
+    return _pivot(run, Path(policy_file), "boundary", None, "", True, 1.0, None, as_json)
 
 
 @policy.command(epilog=exits(), name="check")

@@ -49,6 +49,13 @@ def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path: Path) -> None:
     assert len(list((tmp_path / "there").iterdir())) == 2
 
 
+def test_what_is_for_its_owner_alone_stays_so(tmp_path: Path) -> None:
+    path = tmp_path / "out.csv"
+    path.touch(0o600)
+    write(path)
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("whole", 0o600)
+
+
 def test_a_pipe_is_written_through_and_stays_one(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)

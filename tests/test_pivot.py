@@ -220,6 +220,9 @@ def test_a_policy_is_compared_and_tried_without_a_trace(story: Story) -> None:
     diff = story.run.supervisor("policy", "diff", str(other), str(story.run.directory))
     assert diff.returncode == 0
     assert "policy.arms.prose.floor: recorded 0.0, requested 0.6" in diff.stdout
+    words = ("policy", "diff", str(other), str(story.run.directory), "--json")
+    changes = orjson.loads(story.run.supervisor(*words).stdout)["changes"]
+    assert {"key": "policy.arms.prose.floor", "recorded": 0.0, "requested": 0.6} in changes
     place = (str(other), str(story.run.directory), "--pulls", "100", "--json")
     rows = orjson.loads(story.run.supervisor("policy", "check", *place).stdout)["arms"]
     shares = {row["arm"]: row["share"] for row in rows}
