@@ -237,6 +237,9 @@ class _Proof:
         except OSError as error:
             proof = LedgerProof()
             self._say(path, WHOLE, f"cannot be read: {error}")
+        if proof.entries and not lines and self._witness:
+            what = f"holds no record, so that none of the {proof.entries} ledger entries is proven"
+            self._say(self.directory.journal, WHOLE, what)
         self.report.problems += proof.problems
         self.report.notes += proof.notes
         self.report.counts["ledger_entries"] = proof.entries

@@ -491,6 +491,16 @@ def test_a_journal_line_cannot_be_removed_swapped_or_inserted(built: Built, chan
     assert problem.place.startswith("line 4, " if change == "inserted" else "line 3, ")
 
 
+def test_a_history_without_a_witness_is_not_proven(built: Built) -> None:
+    """It would be by no binding at all, and by nothing that says that there were some."""
+    built.enter(1, 2, 3, bind=True)
+    assert built.problems() == []
+    built.directory.journal.write_bytes(b"")
+    problem = only(built.problems())
+    assert (problem.file, problem.place) == ("journal.jsonl", "the whole file")
+    assert "none of the 3 ledger entries is proven" in problem.what
+
+
 def test_a_torn_journal_is_damage_unless_somebody_writes_it_now(built: Built) -> None:
     built.commit(10)
     with built.directory.journal.open("ab") as file:
