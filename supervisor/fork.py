@@ -29,7 +29,7 @@ from supervisor import client, config, contract, events as ev
 from supervisor.checkpoints import BINARY, MANIFEST, find
 from supervisor.config import Settings
 from supervisor.contract import Entry, Json, Manifest, checkpoint_stem, digest
-from supervisor.durable import fsync_directory, replace_file
+from supervisor.durable import copy_file, fsync_directory, replace_file
 from supervisor.journal import Journal, read
 from supervisor.ledger import Ledger, canonical, read_entries
 from supervisor.readback import Damaged, verify
@@ -208,7 +208,7 @@ def _build(
         replace_file(directory.training, origin.directory.training.read_bytes())
     for ending in (BINARY, MANIFEST):
         name = checkpoint_stem(base.step) + ending
-        _copy(origin.directory.checkpoints / name, directory.checkpoints / name)
+        copy_file(origin.directory.checkpoints / name, directory.checkpoints / name)
     fsync_directory(directory.checkpoints)
     lineage = _lineage(origin.durable, base.step)
     _proven(
@@ -226,15 +226,6 @@ def _build(
     )
     _write_journal(origin, base, settings, directory, made, lineage)
     return made
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-    descriptor = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _lineage(parent: Durable, step: int) -> tuple[tuple[str, int], ...]:

@@ -12,8 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import re
@@ -33,7 +31,7 @@ from supervisor import config, contract, events as ev
 from supervisor.checkpoints import BINARY
 from supervisor.config import Settings
 from supervisor.contract import ContractError, Entry, Json, checkpoint_stem
-from supervisor.durable import fsync_directory, replace_file
+from supervisor.durable import copy_file, fsync_directory, replace_file
 from supervisor.journal import Journal
 from supervisor.ledger import Ledger, read_entries
 from supervisor.ledger_proof import Advance
@@ -45,8 +43,6 @@ SAMPLES_ENDING: Final = ".samples.json"
 CHUNK_ENTRIES: Final = 10_000
 _TEXTS: Final = ("python-docs", "python-docstrings", "python-source")
 _STEP_FILE: Final = re.compile(r"step_(\d+)\.bin")
-_FICLONE: Final = 0x40049409  # linux/fs.h: share the blocks, copy on write
-_NO_CLONE: Final = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ETXTBSY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +263,7 @@ def _copy_checkpoints(
 ) -> Iterator[Verified]:
     for step, path in source.binaries.items():
         copied = run.checkpoints / f"{checkpoint_stem(step)}{BINARY}"
-        _copy(path, copied)
+        copy_file(path, copied)
         try:
             yield verify(Found(step, copied, None), run_id, bare_allowed=True)
         except Damaged as damage:
@@ -276,19 +272,6 @@ def _copy_checkpoints(
             left_out.append(f"{path.name}: {reason}")
         advance(path.stat().st_size)
     fsync_directory(run.checkpoints)
-
-
-def _copy(source: Path, target: Path) -> None:
-    """A durable copy, which shares its blocks with the source where the file system can do that."""
-    with source.open("rb") as reading, target.open("xb") as writing:
-        try:
-            fcntl.ioctl(writing.fileno(), _FICLONE, reading.fileno())
-        except OSError as error:
-            if error.errno not in _NO_CLONE:
-                raise
-            shutil.copyfileobj(reading, writing, contract.CHUNK_BYTES)
-        writing.flush()
-        os.fsync(writing.fileno())
 
 
 Bindings = dict[int, tuple[int, str]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from faults import Faults
 from supervisor import durable
 from supervisor.durable import (
     AppendFile,
+    copy_file,
     describe_tail,
     fsync_directory,
     mend,
@@ -45,6 +47,41 @@ def descriptor(tmp_path: Path) -> Iterator[int]:
     number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o666)
     yield number
     os.close(number)
+
+
+# --- a copy ---
+
+
+def test_a_copy_has_the_same_bytes_and_takes_the_place_of_nothing(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    content = os.urandom(3 * 1024 * 1024 + 7)
+    source.write_bytes(content)
+    copy_file(source, target)
+    assert target.read_bytes() == content
+    with pytest.raises(FileExistsError):
+        copy_file(source, target)
+
+
+def test_a_copy_without_room_names_the_target(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(bytes(4096))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        error = error_of(lambda: copy_file(source, target))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error is not None
+    assert (error.errno, error.filename) == (errno.EFBIG, str(target))
+
+
+def test_a_copy_that_is_not_on_the_device_names_the_target(tmp_path: Path, faults: Faults) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(b"content")
+    faults.fail_at(0, errno.EIO, only="fsync")
+    error = error_of(lambda: copy_file(source, target))
+    assert error is not None
+    assert (error.errno, error.filename) == (errno.EIO, str(target))
 
 
 # --- single calls ---

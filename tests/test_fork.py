@@ -29,6 +29,7 @@ from supervisor import (
     reexecution,
 )
 from supervisor.contract import Entry, Json
+from supervisor.durable import copy_file
 from supervisor.readback import Damaged, verify
 from supervisor.rundir import RunError, list_runs, take_lock
 from supervisor.state import Durable, fold
@@ -454,14 +455,14 @@ def test_a_fork_exists_as_a_whole_or_not_at_all(
 def test_the_copy_is_proven_before_the_run_exists(
     parent: runs_kit.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = forking._copy
+    original = copy_file
 
     def copy(source: Path, target: Path) -> None:
         original(source, target)
         if target.suffix == ".bin":
             checkpoint_kit.flip_bit(target, 200)
 
-    monkeypatch.setattr(forking, "_copy", copy)
+    monkeypatch.setattr(forking, "copy_file", copy)
     with pytest.raises(RunError, match="checkpoint 20 is damaged"):
         forking.fork(parent.directory, 20, parent.home / "child")
     assert list_runs(parent.home) == [parent.directory]
