@@ -91,10 +91,9 @@ def fsync_directory(directory: StrPath | int) -> None:
 def copy_file(source: Path, target: Path) -> None:
     """A durable copy, which shares its blocks with the source where the file system can do that.
     Raises OSError, with the path of the one that it is about."""
-    with source.open("rb") as reading, target.open("xb") as writing:
+    with source.open("rb") as reading, target.open("xb", buffering=0) as writing:
         try:
-            _clone_or_copy(reading, writing)
-            writing.flush()
+            _clone_or_copy(reading, writing.fileno())
             os.fsync(writing.fileno())
         except OSError as error:
             if error.filename is None:
@@ -102,13 +101,14 @@ def copy_file(source: Path, target: Path) -> None:
             raise
 
 
-def _clone_or_copy(reading: BinaryIO, writing: BinaryIO) -> None:
+def _clone_or_copy(reading: BinaryIO, descriptor: int) -> None:
     try:
-        fcntl.ioctl(writing.fileno(), _FICLONE, reading.fileno())
+        fcntl.ioctl(descriptor, _FICLONE, reading.fileno())
         return
     except OSError as error:
         if error.errno not in _NO_CLONE:
             raise
+    offset = 0
     while True:
         try:
             block = reading.read(_BLOCK_BYTES)
@@ -117,7 +117,8 @@ def _clone_or_copy(reading: BinaryIO, writing: BinaryIO) -> None:
             raise
         if not block:
             return
-        writing.write(block)
+        write_all(descriptor, block, offset)
+        offset += len(block)
 
 
 def replace_file(path: StrPath, data: bytes, mode: int = 0o666) -> None:
