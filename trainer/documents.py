@@ -27,7 +27,7 @@ import orjson
 from supervisor import contract
 
 BUILTINS: Final = ("python-docs", "python-source", "python-docstrings")
-EXTRACTION_VERSION: Final = 2  # raise it when the same sources give other cached content
+EXTRACTION_VERSION: Final = 3  # raise it when the same sources give other cached content
 
 _BINARY_PROBE_BYTES: Final = 8192
 
