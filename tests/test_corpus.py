@@ -211,6 +211,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         arm(tmp_path, "*.txt")
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """Reading one blocks until somebody writes, and a trainer that blocks obeys no stop."""
+    write(tmp_path, a_txt="x")
+    os.mkfifo(tmp_path / "b.txt")
+    with pytest.raises(DataError, match=r"arm books: .*b\.txt is not a regular file"):
+        arm(tmp_path, "*.txt")
+
+
 def test_a_binary_file_is_not_taken_for_text(tmp_path: Path) -> None:
     write(tmp_path, a_gz=b"\x1f\x8b\x00\x00")
     with pytest.raises(DataError, match=r"a\.gz holds NUL bytes; expected text"):

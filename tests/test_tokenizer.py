@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from array import array
@@ -201,7 +202,7 @@ def test_a_bad_segment_is_named_with_its_file(tmp_path: Path, entries: Any, mess
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"[", b"\xff\xfe[]", b""])
+@pytest.mark.parametrize("content", [b"[", b"\xff\xfe[]", b"", b"[" * 100_000])
 def test_a_segments_file_that_is_not_json_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "segments.json"
     path.write_bytes(content)
@@ -217,6 +218,14 @@ def test_a_missing_file_is_named(tmp_path: Path, kind: str) -> None:
         tokenizer.load(kind)
     with pytest.raises(TokenizerError, match=r"gone\.json: No such file or directory"):
         tokenizer.load(kind, tmp_path / "gone.json")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["segments", "json"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TokenizerError, match=r"pipe: not a regular file"):
+        tokenizer.load(kind, tmp_path / "pipe")
 
 
 # --- json -----------------------------------------------------------------------------------------

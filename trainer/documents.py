@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
+import stat
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -95,6 +96,9 @@ class Selection:
 
     def _read(self, path: Path) -> bytes:
         try:
+            # A pipe would be waited for without end, and who wants to stop would wait with us.
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise DataError(f"arm {self.arm}: {path} is not a regular file")
             content = path.read_bytes()
         except OSError as error:
             raise DataError(f"arm {self.arm}: cannot read {path}: {error.strerror}") from error

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import stat
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -77,6 +78,9 @@ def load(kind: str, file: Path | None = None) -> Tokenizer:
     if file is None:
         raise TokenizerError(f"tokenizer.file is missing; kind {kind!r} needs one")
     try:
+        # A pipe would be waited for without end, and who wants to stop would wait with us.
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise TokenizerError(f"tokenizer.file {file}: not a regular file")
         content = file.read_bytes()
     except OSError as error:
         raise TokenizerError(f"tokenizer.file {file}: {error.strerror}") from error
@@ -220,7 +224,7 @@ def parse_segments(content: bytes, where: str) -> list[bytes]:
     """The segments in a JSON list of strings, in order, as UTF-8. Raises TokenizerError."""
     try:
         entries = json.loads(content)
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
         raise TokenizerError(f"tokenizer.file {where}: not JSON ({error})") from error
     if not isinstance(entries, list):
         raise TokenizerError(
