@@ -392,6 +392,15 @@ def test_fc101_a_loss_that_is_not_finite_ends_the_life_with_its_own_code(tmp_pat
     assert torch.tensor(array("f", raw[8:])).isfinite().all()
 
 
+def test_weights_that_are_not_finite_end_the_life_so_in_the_audit_too(tmp_path: Path) -> None:
+    """The audit comes before the save that would find them: no crash that is tried again."""
+    kit.write_config(tmp_path, training={"learning_rate": 1e39}, checkpoint={"every": 1})
+    assert "non-finite at step 1" in finished(tmp_path, code=80)
+    last = kit.exit_of(tmp_path / "run")
+    assert (last.why, last.code, last.step) == ("non-finite", 80, 1)
+    assert checkpoints(tmp_path) == []
+
+
 def test_a_disk_that_takes_no_checkpoint_ends_nothing_but_a_stop(tmp_path: Path) -> None:
     """It trains to the end and waits there; who stops it is told by the exit code."""
     wide = {"width": 256, "heads": 2, "layers": 1, "context": 16}
