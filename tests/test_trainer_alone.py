@@ -422,6 +422,17 @@ def test_a_disk_that_takes_no_checkpoint_ends_nothing_but_a_stop(tmp_path: Path)
     assert kit.steps_of(tmp_path / "run", 2) == list(range(1, 13))
 
 
+def test_output_that_nobody_takes_ends_nothing(tmp_path: Path) -> None:
+    """As a log on a full disk, or a `tee` that was ended."""
+    kit.write_config(tmp_path)
+    command = [sys.executable, "-m", "trainer", "--config", "tiny.toml"]
+    environment = os.environ | {"PYTHONPATH": str(kit.ROOT)}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, cwd=tmp_path, env=environment, stderr=full, timeout=60)
+    assert done.returncode == 0
+    assert kit.exit_of(tmp_path / "run").why == "finished"
+
+
 def test_a_crash_is_on_record_and_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kit.write_config(tmp_path)
 

@@ -210,8 +210,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 def _live(life: Life, read_settings: Callable[[], Settings], save_at: Collection[int] = ()) -> int:
     """One life from its first to its last act; the exit status."""
     with Link(life) as link:
-        if life.supervised:
-            link.forgive_output()
+        link.forgive_output()
         warning = link.install_signal_handlers()
         if warning is not None:
             print(warning, file=sys.stderr)
