@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import tomllib
 from pathlib import Path
@@ -161,6 +162,21 @@ def test_relative_paths_are_of_the_working_directory(
     read = load(file, text, "tokenizer.kind=json", "tokenizer.file=../t.json")
     assert read.policy.arms[0].files == (str(file.parent / "work" / "a.txt"), "/b/*.jsonl")
     assert read.tokenizer.file == str(file.parent / "t.json")
+
+
+def test_a_directory_whose_name_looks_like_a_pattern_is_none(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text beside the settings was not found in a directory such as `run [1]`."""
+    (file.parent / "run [1]").mkdir()
+    monkeypatch.chdir(file.parent / "run [1]")
+    for name in ("a.txt", "c.txt"):
+        Path(name).touch()
+    text = '[[policy.arms]]\nname = "own"\nfiles = ["[ab].txt"]\n'
+    read = load(file, text, "run.directory=here")
+    assert glob.glob(read.policy.arms[0].files[0]) == [str(Path.cwd() / "a.txt")]
+    assert read.run.directory == str(Path.cwd() / "here")
+    assert config.parse_toml(config.dump(read), "run.toml") == read
 
 
 # --- mistakes -------------------------------------------------------------------------------------

@@ -117,6 +117,13 @@ def test_a_base_directory_may_have_a_name_that_looks_like_a_pattern(tmp_path: Pa
     assert texts(arm(write(tmp_path / "run [1]*", a_txt="x"), "*.txt")) == [b"x"]
 
 
+def test_a_file_may_have_a_name_that_looks_like_a_pattern(tmp_path: Path) -> None:
+    base = write(tmp_path, **{"notes [1]_txt": "one"})
+    assert texts(arm(base, "notes [1].txt")) == [b"one"]
+    write(tmp_path, **{"notes 1_txt": "what the pattern matches"})
+    assert texts(arm(base, "notes [1].txt")) == [b"what the pattern matches"]
+
+
 def test_order_is_by_relative_path_and_not_by_pattern(tmp_path: Path) -> None:
     write(tmp_path, b_txt="b", a_md="a", c__a_txt="ca")
     assert texts(arm(tmp_path, "**/*.txt", "*.md")) == [b"a", b"b", b"ca"]

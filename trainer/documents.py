@@ -80,14 +80,14 @@ class Selection:
         return [(path.name, path) for path in sorted(directory.glob("*.py"))]
 
     def _matches(self) -> list[tuple[str, Path]]:
-        """Files by their normalised path relative to the base, each once, ordered by it."""
+        """Files by their normalised path relative to the base, each once, ordered by it. A pattern
+        that matches nothing may be the very name of a file, such as `notes [1].txt`."""
         found: dict[str, Path] = {}
         for pattern in self.files:
-            matches = [
-                match
-                for match in glob(os.path.join(escape(str(self.base)), pattern), recursive=True)
-                if not os.path.isdir(match)
-            ]
+            paths = glob(os.path.join(escape(str(self.base)), pattern), recursive=True)
+            if not paths and (named := self.base / pattern).exists():
+                paths = [str(named)]
+            matches = [path for path in paths if not os.path.isdir(path)]
             if not matches:
                 raise DataError(f"arm {self.arm}: no file matches {pattern!r} in {self.base}")
             for match in matches:
