@@ -613,6 +613,25 @@ def test_generate_says_why_there_is_no_text(tmp_path: Path) -> None:
     assert (code, "holds no valid checkpoint" in told) == (1, True)
 
 
+def test_generate_says_by_its_status_that_its_text_was_not_taken(tmp_path: Path) -> None:
+    kit.write_config(tmp_path)
+    finished(tmp_path)
+    reader, pipe = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    for output, code, told in ((pipe, 141, b""), (full, 74, b"standard output: No space")):
+        done = subprocess.run(
+            [sys.executable, "-m", "trainer", "generate", "run", "--prompt", "The "],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(kit.ROOT)},
+            stdout=output,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+        os.close(output)
+        assert (done.returncode, done.stderr[: len(told) or None]) == (code, told)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "told"),
     [
@@ -627,6 +646,7 @@ def test_generate_says_why_there_is_no_text(tmp_path: Path) -> None:
         ("--seed", str(2**64), "is not a whole number from 0"),
         ("--step", "0", "'0' is not a whole number from 1"),
         ("--device", "gpu", "'gpu' is not auto, cpu, cuda or cuda:N"),
+        ("--prompt", "caf\udce9", "'caf\\udce9' is not UTF-8"),
     ],
 )
 def test_generate_refuses_what_no_text_can_be_drawn_with(
