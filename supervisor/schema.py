@@ -58,6 +58,8 @@ def _absolute_pattern(pattern: str, info: ValidationInfo) -> str:
 Count = Annotated[int, Field(ge=1, le=INT32_MAX, description="an integer of at least 1")]
 Natural = Annotated[int, Field(ge=0, le=INT32_MAX, description="an integer of at least 0")]
 Seed = Annotated[int, Field(ge=0, lt=2**63, description="an integer from 0 to 2^63 - 1")]
+# OpenMP ends the process, without a word or by a fault, where it cannot have its threads.
+Threads = Annotated[int, Field(ge=1, le=4096, description="an integer from 1 to 4096")]
 Positive = Annotated[float, Field(gt=0, description="a number above 0")]
 NonNegative = Annotated[float, Field(ge=0, description="a number of at least 0")]
 Fraction = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
@@ -162,7 +164,7 @@ class Trainer(_Table):
     """`command` runs another program in place of our trainer."""
 
     device: Device = "auto"
-    threads: Count | Literal["auto"] = "auto"
+    threads: Threads | Literal["auto"] = "auto"
     deterministic: bool = True
     precision: Literal["float32", "bfloat16"] = "float32"
     tf32: bool = False
