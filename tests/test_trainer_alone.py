@@ -380,6 +380,19 @@ def test_missing_data_is_permanent_and_on_record(tmp_path: Path) -> None:
     assert "no file matches" in kit.exit_of(tmp_path / "run").message
 
 
+def test_a_reason_that_quotes_what_is_no_text_is_on_record(tmp_path: Path) -> None:
+    """A file name of any bytes, in a message of any length."""
+    kit.write_config(tmp_path)
+    (tmp_path / "code" / os.fsdecode(b"\xff.txt")).write_bytes(b"\0")
+    finished(tmp_path, code=65)
+    last = kit.exit_of(tmp_path / "run")
+    assert (last.why, last.code) == ("data", 65)
+    assert "code/?.txt holds NUL bytes" in last.message
+    with Link(kit.life_of(kit.settings_of(tmp_path), 2)) as link:
+        link.farewell("error", 0, 1, "\0" * contract.RECEIPT_BYTES_MAX)
+    assert kit.exit_of(tmp_path / "run", 2).why == "error"
+
+
 def test_fc101_a_loss_that_is_not_finite_ends_the_life_with_its_own_code(tmp_path: Path) -> None:
     """The loss was NaN and training went on (Nerogar/OneTrainer #1147, skinniderlab/CLM #284)."""
     kit.write_config(tmp_path, training={"learning_rate": 1e30}, checkpoint={"every": 1})
