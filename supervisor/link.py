@@ -204,6 +204,8 @@ class Link:
         """Writes and syncs the exit record, the last line of this life, and says goodbye. Raises
         OSError where the disk does not take it in LAST_TRIES."""
         requests = list({**self._served, **self._stop})
+        # What it quotes may be no text, as the name of a file, and longer than a line may be.
+        message = message[: contract.RECEIPT_BYTES_MAX // 16].encode(errors="replace").decode()
         line = ExitLine(why=why, step=step, code=code, requests=requests, message=message)
         self._receipts.add(contract.encode_receipt(line))
         self._insist(self._receipts.sync, step, (), leaving=True)

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -46,11 +47,19 @@ def _absolute(path: str, info: ValidationInfo) -> str:
     return os.path.abspath(os.path.join((info.context or {}).get("home", ""), path))
 
 
+def _absolute_pattern(pattern: str, info: ValidationInfo) -> str:
+    """Only what is written in the settings is a pattern, not the directory where it begins."""
+    home = "" if os.path.isabs(pattern) else glob.escape(_absolute("", info))
+    return os.path.normpath(os.path.join(home, pattern))
+
+
 # --- kinds of values: the description completes "expected …" ---
 
 Count = Annotated[int, Field(ge=1, le=INT32_MAX, description="an integer of at least 1")]
 Natural = Annotated[int, Field(ge=0, le=INT32_MAX, description="an integer of at least 0")]
 Seed = Annotated[int, Field(ge=0, lt=2**63, description="an integer from 0 to 2^63 - 1")]
+# OpenMP ends the process, without a word or by a fault, where it cannot have its threads.
+Threads = Annotated[int, Field(ge=1, le=4096, description="an integer from 1 to 4096")]
 Positive = Annotated[float, Field(gt=0, description="a number above 0")]
 NonNegative = Annotated[float, Field(ge=0, description="a number of at least 0")]
 Fraction = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
@@ -59,6 +68,7 @@ Rate = Annotated[float, Field(gt=0, le=1, description="a number above 0 and at m
 Temperature = Annotated[float, Field(ge=1e-3, description="a number of at least 0.001")]
 Text = Annotated[str, Field(min_length=1, description="text that is not empty")]
 FilePath = Annotated[Text, AfterValidator(_absolute), Field(description="a path")]
+Pattern = Annotated[Text, AfterValidator(_absolute_pattern), Field(description="a path")]
 RunName = Annotated[
     str,
     Field(
@@ -154,7 +164,7 @@ class Trainer(_Table):
     """`command` runs another program in place of our trainer."""
 
     device: Device = "auto"
-    threads: Count | Literal["auto"] = "auto"
+    threads: Threads | Literal["auto"] = "auto"
     deterministic: bool = True
     precision: Literal["float32", "bfloat16"] = "float32"
     tf32: bool = False
@@ -200,7 +210,7 @@ class Arm(_Table):
     """One source of training text: `files`, or a corpus that comes with Python."""
 
     name: ArmName
-    files: Annotated[tuple[FilePath, ...], Field(strict=False, description="a list of paths")] = ()
+    files: Annotated[tuple[Pattern, ...], Field(strict=False, description="a list of paths")] = ()
     builtin: Literal["python-docs", "python-docstrings", "python-source"] | None = None
     weight: NonNegative = 1.0
     floor: NonNegative = 0.0

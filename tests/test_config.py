@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import tomllib
 from pathlib import Path
@@ -163,6 +164,21 @@ def test_relative_paths_are_of_the_working_directory(
     assert read.tokenizer.file == str(file.parent / "t.json")
 
 
+def test_a_directory_whose_name_looks_like_a_pattern_is_none(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text beside the settings was not found in a directory such as `run [1]`."""
+    (file.parent / "run [1]").mkdir()
+    monkeypatch.chdir(file.parent / "run [1]")
+    for name in ("a.txt", "c.txt"):
+        Path(name).touch()
+    text = '[[policy.arms]]\nname = "own"\nfiles = ["[ab].txt"]\n'
+    read = load(file, text, "run.directory=here")
+    assert glob.glob(read.policy.arms[0].files[0]) == [str(Path.cwd() / "a.txt")]
+    assert read.run.directory == str(Path.cwd() / "here")
+    assert config.parse_toml(config.dump(read), "run.toml") == read
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 
@@ -243,8 +259,9 @@ def test_an_unknown_key_of_an_arm_is_found(file: Path) -> None:
         ("training = 5", "training", "a table"),
         ("[policy]\narms = 5", "policy.arms", "a list of tables [[policy.arms]]"),
         ("[policy]\narms = [5]", "policy.arms[0]", "a table"),
-        ("[trainer]\nthreads = 0", "trainer.threads", 'an integer of at least 1 or "auto"'),
-        ("[trainer]\nthreads = true", "trainer.threads", 'an integer of at least 1 or "auto"'),
+        ("[trainer]\nthreads = 0", "trainer.threads", 'an integer from 1 to 4096 or "auto"'),
+        ("[trainer]\nthreads = 5000", "trainer.threads", 'an integer from 1 to 4096 or "auto"'),
+        ("[trainer]\nthreads = true", "trainer.threads", 'an integer from 1 to 4096 or "auto"'),
         ("[samples]\ntemperature = 1e-40", "samples.temperature", "a number of at least 0.001"),
         ("[trainer]\ndevice = 'gpu'", "trainer.device", '"auto", "cpu" or "cuda:N"'),
         ("[trainer]\ncommand = 'engine --fast'", "trainer.command", "a list of at least one text"),
@@ -431,7 +448,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
             "warmup_steps": draw(st.integers(0, steps - 1)),
             "minimum_rate_ratio": draw(st.floats(0, 1)),
         },
-        "trainer": {"threads": draw(counts | st.just("auto"))},
+        "trainer": {"threads": draw(st.integers(1, 4096) | st.just("auto"))},
         "samples": {"prompts": draw(st.lists(texts, min_size=1, max_size=3))},
         "stop": {"grace_seconds": draw(positive)},
         "policy": {"arms": draw(arms())},

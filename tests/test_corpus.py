@@ -117,6 +117,13 @@ def test_a_base_directory_may_have_a_name_that_looks_like_a_pattern(tmp_path: Pa
     assert texts(arm(write(tmp_path / "run [1]*", a_txt="x"), "*.txt")) == [b"x"]
 
 
+def test_a_file_may_have_a_name_that_looks_like_a_pattern(tmp_path: Path) -> None:
+    base = write(tmp_path, **{"notes [1]_txt": "one"})
+    assert texts(arm(base, "notes [1].txt")) == [b"one"]
+    write(tmp_path, **{"notes 1_txt": "what the pattern matches"})
+    assert texts(arm(base, "notes [1].txt")) == [b"what the pattern matches"]
+
+
 def test_order_is_by_relative_path_and_not_by_pattern(tmp_path: Path) -> None:
     write(tmp_path, b_txt="b", a_md="a", c__a_txt="ca")
     assert texts(arm(tmp_path, "**/*.txt", "*.md")) == [b"a", b"b", b"ca"]
@@ -208,6 +215,15 @@ def test_a_bad_line_is_named_with_its_file(tmp_path: Path, line: str, message: s
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(DataError, match=r"cannot read .*a\.txt: No such file"):
+        arm(tmp_path, "*.txt")
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """Reading one blocks until somebody writes, and a trainer that blocks obeys no stop."""
+    write(tmp_path, a_txt="x")
+    os.mkfifo(tmp_path / "b.txt")
+    with pytest.raises(DataError, match=r"arm books: .*b\.txt is not a regular file"):
         arm(tmp_path, "*.txt")
 
 

@@ -29,6 +29,7 @@ from supervisor.contract import (
 from supervisor.link import Link
 from trainer import checkpoint, corpus, data, device, generate, loop, recipe
 from trainer.checkpoint import CheckpointDamaged, CheckpointNotWritten, StateMismatch
+from trainer.corpus import DataError
 from trainer.device import GeneratorError
 from trainer.optimizer import NonFinite
 from trainer.recipe import Training
@@ -1038,6 +1039,19 @@ def test_the_same_prompt_and_step_give_the_same_text(homes: Callable[[], Path]) 
     assert len({str(item) for item in samples(one)}) == 3
 
 
+def test_an_audit_fits_in_its_line_however_long_its_texts_are(
+    homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a longer line nothing would be read, nor of the steps after it."""
+    most = contract.RECEIPT_BYTES_MAX
+    monkeypatch.setattr(loop, "continue_texts", lambda *_, **__: ["\0" * most, "\u2028" * most])
+    lived = kit.live(kit.settings_of(homes(), samples={"prompts": ["The " * most, "def f"]}))
+    audit = next(receipt for receipt in lived.receipts if isinstance(receipt, contract.AuditLine))
+    assert [len(one["text"]) for one in audit.samples] == [most // 32] * 2
+    assert audit.samples[1]["prompt"] == "def f"
+    assert lived.entries[-1].step == 12
+
+
 def test_an_audit_comes_before_the_checkpoint_of_its_step(homes: Callable[[], Path]) -> None:
     lived = kit.live(kit.settings_of(homes()))
     losses = {line.step: line.loss for line in kit.evaluations_of(lived)}
@@ -1244,6 +1258,21 @@ def test_what_is_left_to_train_on_must_be_something(homes: Callable[[], Path]) -
     tiny["policy"] = {"arms": [{"name": "void", "files": [str(home / "empty.txt")]}]}
     with pytest.raises(corpus.DataError, match="arm void"):
         data.load(config.resolve(config.parse(tiny, "test"), "run"))
+
+
+def test_more_windows_than_a_checkpoint_can_list_are_refused_before_training(
+    homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest would be too long to be read back, each time, and the run without a way back."""
+    ours = kit.settings_of(homes())
+    loaded = data.load(ours)
+    assert loaded is not None
+    windows = sum(arm.window_count for arm in loaded.arms.values())
+    monkeypatch.setattr(data, "WINDOWS_MAX", windows)
+    data.load(ours)
+    monkeypatch.setattr(data, "WINDOWS_MAX", windows - 1)
+    with pytest.raises(DataError, match=f"the arms have {windows} windows, more than"):
+        data.load(ours)
 
 
 def test_a_vocabulary_that_the_tokenizer_does_not_have_is_refused(

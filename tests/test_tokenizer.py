@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from array import array
@@ -201,7 +202,7 @@ def test_a_bad_segment_is_named_with_its_file(tmp_path: Path, entries: Any, mess
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"[", b"\xff\xfe[]", b""])
+@pytest.mark.parametrize("content", [b"[", b"\xff\xfe[]", b"", b"[" * 100_000])
 def test_a_segments_file_that_is_not_json_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "segments.json"
     path.write_bytes(content)
@@ -217,6 +218,14 @@ def test_a_missing_file_is_named(tmp_path: Path, kind: str) -> None:
         tokenizer.load(kind)
     with pytest.raises(TokenizerError, match=r"gone\.json: No such file or directory"):
         tokenizer.load(kind, tmp_path / "gone.json")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["segments", "json"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TokenizerError, match=r"pipe: not a regular file"):
+        tokenizer.load(kind, tmp_path / "pipe")
 
 
 # --- json -----------------------------------------------------------------------------------------
@@ -243,6 +252,46 @@ def test_json_that_is_no_tokenizer_is_named(tmp_path: Path, content: str) -> Non
     path.write_text(content)
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: not a Hugging Face tokenizer"):
         tokenizer.load("json", path)
+
+
+def altered(path: Path, **parts: Any) -> Path:
+    """The file of a tokenizer with other parts; those of the model are merged into it."""
+    tree = json.loads(path.read_text())
+    path.write_text(json.dumps(tree | parts | {"model": tree["model"] | parts.get("model", {})}))
+    return path
+
+
+def test_json_neither_cuts_nor_fills_up_a_text(tmp_path: Path) -> None:
+    """Files made for a model of fixed length say how long a text may be; documents are longer."""
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    filled = {
+        **{"strategy": {"Fixed": 6}, "direction": "Right", "pad_to_multiple_of": None},
+        **{"pad_id": 0, "pad_type_id": 0, "pad_token": "[UNK]"},
+    }
+    words = word_level(tmp_path, {"[UNK]": 0, "the": 1, "cat": 2})
+    found = tokenizer.load("json", altered(words, truncation=cut, padding=filled))
+    assert list(found.encode(b"the cat the cat the")) == [1, 2, 1, 2, 1]
+    assert list(found.encode(b"cat")) == [2]
+
+
+def test_json_draws_no_lots(tmp_path: Path) -> None:
+    """A BPE file may ask for merges to be left out at random: equal digests, other tokens."""
+    pairs = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    path = altered(word_level(tmp_path, {}), model=pairs | {"dropout": 1.0, "unk_token": None})
+    assert list(tokenizer.load("json", path).encode(b"abab")) == [2, 2]
+
+
+def test_json_that_its_package_panics_at_is_named(tmp_path: Path) -> None:
+    broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    path = altered(word_level(tmp_path, {"[UNK]": 0}), normalizer=broken)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: not a Hugging Face tokenizer"):
+        tokenizer.load("json", path)
+
+
+def test_json_without_an_id_for_the_text_is_named(tmp_path: Path) -> None:
+    found = tokenizer.load("json", word_level(tmp_path, {"cat": 0}))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: it cannot encode .*\[UNK\]"):
+        found.encode(b"a dog")
 
 
 def test_json_with_no_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -380,6 +380,19 @@ def test_missing_data_is_permanent_and_on_record(tmp_path: Path) -> None:
     assert "no file matches" in kit.exit_of(tmp_path / "run").message
 
 
+def test_a_reason_that_quotes_what_is_no_text_is_on_record(tmp_path: Path) -> None:
+    """A file name of any bytes, in a message of any length."""
+    kit.write_config(tmp_path)
+    (tmp_path / "code" / os.fsdecode(b"\xff.txt")).write_bytes(b"\0")
+    finished(tmp_path, code=65)
+    last = kit.exit_of(tmp_path / "run")
+    assert (last.why, last.code) == ("data", 65)
+    assert "code/?.txt holds NUL bytes" in last.message
+    with Link(kit.life_of(kit.settings_of(tmp_path), 2)) as link:
+        link.farewell("error", 0, 1, "\0" * contract.RECEIPT_BYTES_MAX)
+    assert kit.exit_of(tmp_path / "run", 2).why == "error"
+
+
 def test_fc101_a_loss_that_is_not_finite_ends_the_life_with_its_own_code(tmp_path: Path) -> None:
     """The loss was NaN and training went on (Nerogar/OneTrainer #1147, skinniderlab/CLM #284)."""
     kit.write_config(tmp_path, training={"learning_rate": 1e30}, checkpoint={"every": 1})
@@ -390,6 +403,15 @@ def test_fc101_a_loss_that_is_not_finite_ends_the_life_with_its_own_code(tmp_pat
     assert checkpoints(tmp_path)[-1] == last.step
     raw = binary(tmp_path, last.step)
     assert torch.tensor(array("f", raw[8:])).isfinite().all()
+
+
+def test_weights_that_are_not_finite_end_the_life_so_in_the_audit_too(tmp_path: Path) -> None:
+    """The audit comes before the save that would find them: no crash that is tried again."""
+    kit.write_config(tmp_path, training={"learning_rate": 1e39}, checkpoint={"every": 1})
+    assert "non-finite at step 1" in finished(tmp_path, code=80)
+    last = kit.exit_of(tmp_path / "run")
+    assert (last.why, last.code, last.step) == ("non-finite", 80, 1)
+    assert checkpoints(tmp_path) == []
 
 
 def test_a_disk_that_takes_no_checkpoint_ends_nothing_but_a_stop(tmp_path: Path) -> None:
@@ -411,6 +433,17 @@ def test_a_disk_that_takes_no_checkpoint_ends_nothing_but_a_stop(tmp_path: Path)
     assert list((tmp_path / "run/checkpoints").iterdir()) == []
     finished(tmp_path)
     assert kit.steps_of(tmp_path / "run", 2) == list(range(1, 13))
+
+
+def test_output_that_nobody_takes_ends_nothing(tmp_path: Path) -> None:
+    """As a log on a full disk, or a `tee` that was ended."""
+    kit.write_config(tmp_path)
+    command = [sys.executable, "-m", "trainer", "--config", "tiny.toml"]
+    environment = os.environ | {"PYTHONPATH": str(kit.ROOT)}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, cwd=tmp_path, env=environment, stderr=full, timeout=60)
+    assert done.returncode == 0
+    assert kit.exit_of(tmp_path / "run").why == "finished"
 
 
 def test_a_crash_is_on_record_and_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,6 +626,25 @@ def test_generate_says_why_there_is_no_text(tmp_path: Path) -> None:
     assert (code, "holds no valid checkpoint" in told) == (1, True)
 
 
+def test_generate_says_by_its_status_that_its_text_was_not_taken(tmp_path: Path) -> None:
+    kit.write_config(tmp_path)
+    finished(tmp_path)
+    reader, pipe = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    for output, code, told in ((pipe, 141, b""), (full, 74, b"standard output: No space")):
+        done = subprocess.run(
+            [sys.executable, "-m", "trainer", "generate", "run", "--prompt", "The "],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(kit.ROOT)},
+            stdout=output,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+        os.close(output)
+        assert (done.returncode, done.stderr[: len(told) or None]) == (code, told)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "told"),
     [
@@ -607,6 +659,7 @@ def test_generate_says_why_there_is_no_text(tmp_path: Path) -> None:
         ("--seed", str(2**64), "is not a whole number from 0"),
         ("--step", "0", "'0' is not a whole number from 1"),
         ("--device", "gpu", "'gpu' is not auto, cpu, cuda or cuda:N"),
+        ("--prompt", "caf\udce9", "'caf\\udce9' is not UTF-8"),
     ],
 )
 def test_generate_refuses_what_no_text_can_be_drawn_with(

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from supervisor.config import Settings
 
 _TEMPERATURE_MIN: Final = 1e-3  # as for samples.temperature
+_OUTPUT_CLOSED: Final = 141  # 128 + SIGPIPE
 _DIRECTORIES: Final = (contract.CHECKPOINTS, contract.RECEIPTS, contract.LOGS)
 
 
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command")
     generate = commands.add_parser("generate", help="text from a checkpoint of a run")
     generate.add_argument("run", metavar="RUN", help="a run directory, or its name below runs/")
-    generate.add_argument("--prompt", required=True, metavar="TEXT")
+    generate.add_argument("--prompt", required=True, type=_text, metavar="TEXT")
     generate.add_argument("--tokens", type=_whole(1, 1_000_000), default=120, metavar="N")
     generate.add_argument(
         "--temperature", type=_temperature, default=0.8, metavar="T", help="0: the likeliest token"
@@ -119,6 +120,13 @@ def _whole(lowest: int, highest: int) -> Callable[[str], int]:
         )
 
     return parsed
+
+
+def _text(text: str) -> str:
+    with contextlib.suppress(UnicodeEncodeError):
+        text.encode()
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8")
 
 
 def _temperature(text: str) -> float:
@@ -210,8 +218,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 def _live(life: Life, read_settings: Callable[[], Settings], save_at: Collection[int] = ()) -> int:
     """One life from its first to its last act; the exit status."""
     with Link(life) as link:
-        if life.supervised:
-            link.forgive_output()
+        link.forgive_output()
         warning = link.install_signal_handlers()
         if warning is not None:
             print(warning, file=sys.stderr)
@@ -419,8 +426,21 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     except expected as error:
         print(error, file=sys.stderr)
         return loop.verdict(error)[0]
-    print(generate.neutralised(text) if sys.stdout.isatty() else text)
-    return ExitCode.OK
+    return _printed(generate.neutralised(text) if sys.stdout.isatty() else text)
+
+
+def _printed(text: str) -> int:
+    """The exit status, of the meaning that it has for the supervisor's commands."""
+    try:
+        print(text, flush=True)
+        return ExitCode.OK
+    except OSError as error:
+        # What is left of it would fail at the interpreter's end once more, and change the status.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return _OUTPUT_CLOSED
+        print(f"standard output: {error.strerror}", file=sys.stderr)
+        return ExitCode.CHECKPOINT
 
 
 if __name__ == "__main__":

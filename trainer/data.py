@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from supervisor import config
+from supervisor import config, contract
 from supervisor.contract import INT32_MAX
 from trainer import corpus, tokenizer
 from trainer.corpus import Arm, DataError
 from trainer.tokenizer import Tokenizer, TokenizerError
 
 _ROOT: Final = Path("/")
+# In base64 a window takes 16/3 bytes of the manifest; half a million of them are for all the rest.
+WINDOWS_MAX: Final = contract.MANIFEST_BYTES_MAX * 3 // 16 - 500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ def load(settings: config.Settings, give_up: Callable[[], bool] = lambda: False)
         if give_up():
             return None
         arms[arm.name] = _load_arm(arm, ours, settings)
+        _check_windows(sum(loaded.window_count for loaded in arms.values()))
     return Data(ours, arms)
 
 
@@ -69,6 +72,15 @@ def _check_size(settings: config.Settings, ours: Tokenizer) -> None:
         )
         raise config.ConfigError(
             [config.Problem(where, "model.width", settings.model.width, expected)]
+        )
+
+
+def _check_windows(count: int) -> None:
+    """A checkpoint lists every window, in an order; one too long for its readers is none."""
+    if count > WINDOWS_MAX:
+        raise DataError(
+            f"the arms have {count} windows, more than the {WINDOWS_MAX} that a checkpoint can"
+            " list; raise model.context, join short documents, or leave text out"
         )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
+import stat
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ import orjson
 from supervisor import contract
 
 BUILTINS: Final = ("python-docs", "python-source", "python-docstrings")
-EXTRACTION_VERSION: Final = 2  # raise it when the same sources give other cached content
+EXTRACTION_VERSION: Final = 3  # raise it when the same sources give other cached content
 
 _BINARY_PROBE_BYTES: Final = 8192
 
@@ -79,14 +80,14 @@ class Selection:
         return [(path.name, path) for path in sorted(directory.glob("*.py"))]
 
     def _matches(self) -> list[tuple[str, Path]]:
-        """Files by their normalised path relative to the base, each once, ordered by it."""
+        """Files by their normalised path relative to the base, each once, ordered by it. A pattern
+        that matches nothing may be the very name of a file, such as `notes [1].txt`."""
         found: dict[str, Path] = {}
         for pattern in self.files:
-            matches = [
-                match
-                for match in glob(os.path.join(escape(str(self.base)), pattern), recursive=True)
-                if not os.path.isdir(match)
-            ]
+            paths = glob(os.path.join(escape(str(self.base)), pattern), recursive=True)
+            if not paths and (named := self.base / pattern).exists():
+                paths = [str(named)]
+            matches = [path for path in paths if not os.path.isdir(path)]
             if not matches:
                 raise DataError(f"arm {self.arm}: no file matches {pattern!r} in {self.base}")
             for match in matches:
@@ -95,6 +96,9 @@ class Selection:
 
     def _read(self, path: Path) -> bytes:
         try:
+            # A pipe would be waited for without end, and who wants to stop would wait with us.
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise DataError(f"arm {self.arm}: {path} is not a regular file")
             content = path.read_bytes()
         except OSError as error:
             raise DataError(f"arm {self.arm}: cannot read {path}: {error.strerror}") from error

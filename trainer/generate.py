@@ -17,7 +17,7 @@ import torch
 
 from supervisor import config, contract
 from trainer import checkpoint, data, device, model, recipe
-from trainer.checkpoint import StateMismatch
+from trainer.checkpoint import NonFiniteState, StateMismatch
 from trainer.model import Decoder
 from trainer.tokenizer import Tokenizer
 
@@ -41,7 +41,8 @@ def continue_texts(
     """What follows each prompt, without the prompt: at most `tokens` tokens, up to the separator.
 
     All prompts advance together, each by its own generator of its own seed. `temperature` 0 takes
-    the likeliest token. None where `give_up`, asked before each token, said so.
+    the likeliest token. None where `give_up`, asked before each token, said so. Raises
+    NonFiniteState where the model has no token to draw.
     """
     rows = [[words.special, *words.encode(prompt.encode())] for prompt in prompts]
     begun = [len(row) for row in rows]
@@ -87,6 +88,11 @@ def _choose(score: torch.Tensor, temperature: float, generator: torch.Generator)
     if temperature == 0:
         return int(score.argmax().item())
     chances = torch.softmax(score / temperature, dim=-1)
+    if not chances.isfinite().all():
+        raise NonFiniteState(
+            "the model's scores of the next token are not finite, so that none can be drawn; its"
+            " weights have diverged. Go back to a checkpoint before it"
+        )
     return int(torch.multinomial(chances, 1, generator=generator).item())
 
 
@@ -107,7 +113,8 @@ def generate(
 
     On the device `where`; None is that of the training, and the CPU where it is not there, which
     is said. Only reads, so the run may train meanwhile. Raises LookupError where no checkpoint is
-    valid, CheckpointDamaged, DeviceError, or StateMismatch where the tokenizer is another one now.
+    valid, CheckpointDamaged, DeviceError, NonFiniteState, or StateMismatch where the tokenizer is
+    another one now.
     """
     directory = run_directory / contract.CHECKPOINTS
     manifest = _manifest(directory, step)

@@ -388,13 +388,16 @@ class Loop:
         if texts is None:
             return
         pairs = zip(settings.prompts, texts, strict=True)
+        # A character takes up to 6 bytes, and of a line that is too long none would be read, nor of
+        # those after it.
+        most = contract.RECEIPT_BYTES_MAX // (16 * len(texts))
         self.link.record(
             AuditLine(
                 step=self.step,
                 time=time.time(),
                 attempt=self.life.attempt,
                 epoch=self.life.epoch,
-                samples=[{"prompt": prompt, "text": text} for prompt, text in pairs],
+                samples=[{"prompt": prompt[:most], "text": text[:most]} for prompt, text in pairs],
                 arm_shares=curriculum.shares(training.curriculum),
             )
         )

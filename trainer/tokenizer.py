@@ -11,10 +11,12 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import stat
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -76,6 +78,9 @@ def load(kind: str, file: Path | None = None) -> Tokenizer:
     if file is None:
         raise TokenizerError(f"tokenizer.file is missing; kind {kind!r} needs one")
     try:
+        # A pipe would be waited for without end, and who wants to stop would wait with us.
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise TokenizerError(f"tokenizer.file {file}: not a regular file")
         content = file.read_bytes()
     except OSError as error:
         raise TokenizerError(f"tokenizer.file {file}: {error.strerror}") from error
@@ -138,6 +143,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, content: bytes, where: str) -> None:
+        self._where = where
         self._tokenizer = _hugging_face(content, where)
         # Ids may have holes, so the largest counts and not the number of entries.
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
@@ -150,7 +156,9 @@ class JsonTokenizer:
         self._typecode = typecode(self.vocabulary)
 
     def encode(self, text: bytes) -> array[int]:
-        encoding = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+        decoded = text.decode(errors="replace")
+        with _refused_by_the_package(self._where, "it cannot encode the text"):
+            encoding = self._tokenizer.encode(decoded, add_special_tokens=False)
         return array(self._typecode, encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -167,12 +175,27 @@ def _hugging_face(content: bytes, where: str) -> tokenizers.Tokenizer:
             "tokenizer.kind 'json' needs the package tokenizers:"
             " pip install 'trainer-supervisor[tokenizers]'"
         ) from error
+    with _refused_by_the_package(where, "not a Hugging Face tokenizer.json"):
+        ours = tokenizers.Tokenizer.from_buffer(content)
+    # What a file may ask for beside its vocabulary: documents cut or filled up to the length of the
+    # model that it was made for, and merges that are left out at random.
+    ours.no_truncation()
+    ours.no_padding()
+    if getattr(ours.model, "dropout", None) is not None:
+        ours.model.dropout = None
+    return ours
+
+
+@contextlib.contextmanager
+def _refused_by_the_package(where: str, what: str) -> Iterator[None]:
+    """It answers with a ValueError, a bare Exception, or a panic, which is not even an Exception
+    and has no name that could be imported."""
     try:
-        return tokenizers.Tokenizer.from_buffer(content)
-    except ValueError as error:  # what the package raises for any malformed file
-        raise TokenizerError(
-            f"tokenizer.file {where}: not a Hugging Face tokenizer.json ({error})"
-        ) from error
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"tokenizer.file {where}: {what} ({error})") from error
 
 
 def _rule(kind: str, vocabulary: int, special: int, file_digest: str | None) -> dict[str, Any]:
@@ -201,7 +224,7 @@ def parse_segments(content: bytes, where: str) -> list[bytes]:
     """The segments in a JSON list of strings, in order, as UTF-8. Raises TokenizerError."""
     try:
         entries = json.loads(content)
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
         raise TokenizerError(f"tokenizer.file {where}: not JSON ({error})") from error
     if not isinstance(entries, list):
         raise TokenizerError(
