@@ -43,7 +43,7 @@ def begin_unsupervised(turn: Turn, id: str, content: Json, living: int | None) -
     """The pivot of a run that nobody supervises: this life of the supervisor is for it alone.
     False where this life is over already: it was refused, or answered by an earlier one. `living`
     is the process of a trainer that has outlived its supervisor."""
-    known = next((reply for reply in turn.state.durable.replies if reply.id == id), None)
+    known = moves.answered(turn.state.durable, id, "pivot")
     done = next((epoch for epoch in turn.state.durable.epochs if epoch.request == id), None)
     refusal = _refusal(turn, content)
     if living is not None:
