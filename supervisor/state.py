@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from supervisor import events as ev
-from supervisor.contract import ExitCode, Json
+from supervisor.contract import ExitCode, Json, digest
 from supervisor.patience import Limits, Patience
 
 PHASES: Final = (
@@ -129,6 +129,11 @@ class Durable:
             until = epoch.base_step if until is None else min(until, epoch.base_step)
             epoch = epochs[epoch.parent]
         return epoch, until
+
+    @property
+    def settings_digest(self) -> str:
+        """Names the settings on record: what was made of others would undo a change of them."""
+        return digest(self.epochs[-1].settings.encode())
 
     @property
     def kept(self) -> frozenset[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -539,6 +540,23 @@ def test_a_proposal_for_another_epoch_is_refused_by_the_supervisor(held: PivotRu
     answer = held.ask("pivot", **(held.proposal() | {"epoch": 2}))
     assert answer.outcome == "refused"
     assert "checked against epoch 2, but the run is at epoch 1" in answer.why
+
+
+def test_a_run_file_edited_at_rest_is_not_undone_by_a_pivot(run: PivotRun) -> None:
+    """Its target was on record and not in the settings that the trainer reads: each life of it
+    finished too early, until the run had failed."""
+    supervisor = run.hold(150)
+    run.ask("stop")
+    run.end(supervisor)
+    file = run.directory / contract.RUN_FILE
+    file.write_text(file.read_text().replace("\nsteps = 400", "\nsteps = 500"))
+    first = run.pivot()
+    assert (first.returncode, "ask again" in first.stderr) == (1, True)
+    assert run.pivot().returncode == 0
+    assert tomllib.loads(file.read_text())["training"]["steps"] == 500
+    run.open_gate()
+    assert run.finish() == 0
+    assert run.history_step() == 500
 
 
 def test_a_rollback_needs_a_checkpoint(held: PivotRun) -> None:
