@@ -92,7 +92,7 @@ def _refusal(turn: Turn, content: Json) -> tuple[str, str] | None:
             f"checked against epoch {content['epoch']}, but the run is at epoch {durable.epoch}:"
             " look at `supervisor policy show` and ask again"
         )
-    if content.get("against") not in (None, durable.settings_digest):
+    if (content.get("against") or durable.settings_digest) != durable.settings_digest:
         return "refused", "the settings of the run have changed since it was checked: ask again"
     to_step = content["to_step"]
     if to_step is not None and to_step not in durable.on_disk:

@@ -132,8 +132,10 @@ class Durable:
 
     @property
     def settings_digest(self) -> str:
-        """Names the settings on record: what was made of others would undo a change of them."""
-        return digest(self.epochs[-1].settings.encode())
+        """Names the settings on record: what was made of others would undo a change of them. None
+        are, and this is empty, before the first life of an import."""
+        settings = self.epochs[-1].settings
+        return digest(settings.encode()) if settings else ""
 
     @property
     def kept(self) -> frozenset[int]:
