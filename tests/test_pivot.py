@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -439,6 +440,20 @@ def test_a_rollback_over_a_pivot_takes_the_policy_from_before_it(run: PivotRun) 
     assert run.epochs_of_steps() == epochs((1, 200, 1), (201, 400, 3))
     assert {entry.arm for entry in run.entries() if entry.epoch == 3} == set(OLD_ARMS)
     assert run.manifest(300).epoch == 3
+
+
+@pytest.mark.parametrize("name", ["archive", "policies", "superseded"])
+def test_a_directory_that_the_operator_removed_stops_no_rollback(run: PivotRun, name: str) -> None:
+    """Each refusal had cost a save, an end and a start, until the next start made it again."""
+    supervisor = run.hold(250)
+    shutil.rmtree(run.directory / name)
+    done = run.rollback(100)
+    assert done.returncode == 0, done.stderr
+    assert run.status()["alarms"] == []
+    run.open_gate()
+    assert run.end(supervisor) == 0
+    done = run.supervisor("verify", str(run.directory))
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_rollback_to_a_spoiled_checkpoint_goes_back_nowhere(run: PivotRun) -> None:
