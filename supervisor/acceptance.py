@@ -74,11 +74,15 @@ def accept(
             f"{directory.path}: these change how the run learns; only a pivot may"
             f" (supervisor pivot --policy FILE):\n{lines}"
         )
+    records: list[ev.Record] = []
+    if durable.run_id and not durable.epochs[-1].settings:
+        # An import's may be edited until its first life, which is measured by them from then on.
+        records.append(_changed([], recorded, whole=True))
     changes = [c for c in comparison.operational if c.key != "run.directory"]
-    if not changes:
-        return recorded, []
-    recorded = config.accept(recorded, changes)
-    return recorded, [_changed(changes, recorded)]
+    if changes:
+        recorded = config.accept(recorded, changes)
+        records.append(_changed(changes, recorded))
+    return recorded, records
 
 
 def _begun(durable: Durable, directory: RunDirectory) -> bool:

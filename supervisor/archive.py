@@ -52,6 +52,7 @@ def write_archive(
     stores the new policy. Returns the archive's name. Raises OSError; then nothing is in place."""
     name = archive_name(effect.epoch, effect.base_step)
     archives = directory.path / contract.ARCHIVE
+    _make_places(directory)
     temporary = archives / f"{contract.TEMPORARY_PREFIX}{name}"
     _remove(temporary)
     temporary.mkdir(mode=0o700)
@@ -92,6 +93,7 @@ def sweep(directory: RunDirectory, archives: Iterable[str], epochs: int) -> None
     files that were being replaced. What has another name is somebody else's."""
     for path in directory.path.glob(f"{contract.TEMPORARY_PREFIX}*"):
         path.unlink()
+    _make_places(directory)
     known = set(archives)
     for path in (directory.path / contract.ARCHIVE).iterdir():
         ours = path.name.startswith((ARCHIVE_PREFIX, contract.TEMPORARY_PREFIX))
@@ -102,6 +104,12 @@ def sweep(directory: RunDirectory, archives: Iterable[str], epochs: int) -> None
         left = named is not None and int(named[1]) > epochs
         if left or path.name.startswith(contract.TEMPORARY_PREFIX):
             path.unlink()
+
+
+def _make_places(directory: RunDirectory) -> None:
+    """An operator who wanted room may have removed them."""
+    for path in (directory.path / contract.ARCHIVE, directory.policies):
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def _remove(path: Path) -> None:

@@ -26,6 +26,7 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from supervisor import contract
 from supervisor.changes import Change, Comparison, accept, compare
 from supervisor.contract import INT32_MAX, ContractError, Json, canonical, digest, runs_directory
 from supervisor.foreign import OperatorError, check_depth
@@ -115,8 +116,8 @@ def load(
     """The settings of a file under `environment` and `overrides` ("training.steps=800").
 
     Values of both are TOML; what is not TOML is text. A run without a name takes that of the file,
-    one without a directory lives under its name where runs are. Relative paths among the settings
-    begin at `home`, or where this process is.
+    one without a directory lives under its name where runs are; one that has begun is where its own
+    file is now. Relative paths among the settings begin at `home`, or where this process is.
     Raises ConfigError with every mistake found.
     """
     file = Path(path)
@@ -133,7 +134,9 @@ def load(
         named = {"name": file.stem} | tree["run"]
         place = os.path.join(runs_directory(environment or {}), str(named["name"]))
         tree["run"] = {"directory": place} | named
-
+        own = file.name == contract.RUN_FILE and (file.parent / contract.JOURNAL_FILE).exists()
+        if own and _origin(("run", "directory"), layers) == "file":
+            tree["run"]["directory"] = str(file.parent.absolute())
     settings, mistakes = _validate(tree, home)
     sources = {"flag": "--set", "environment": "environment"}
     problems = malformed + [
@@ -201,12 +204,8 @@ def _split(overrides: Iterable[str]) -> tuple[dict[str, str], list[Problem]]:
     malformed = []
     for text in overrides:
         key, equals, value = text.partition("=")
-        if (
-            equals
-            and key.isascii()
-            and all(key.strip().split("."))
-            and key.count(".") < KEY_PARTS_MAX
-        ):
+        parts = key.strip().split(".")
+        if equals and key.isascii() and all(parts) and len(parts) <= KEY_PARTS_MAX:
             assignments[key.strip()] = value.strip()
         else:
             malformed.append(Problem("--set", text, None, "the form section.key=value"))

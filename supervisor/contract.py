@@ -751,6 +751,7 @@ ASK: Final[dict[str, _Schema]] = {
         "id": (identifier, _REQUIRED),
         "at": (_moment, _REQUIRED),
         "epoch": (count, _REQUIRED),
+        "against": (text, _OPTIONAL),
         "parent": (count, _REQUIRED),
         "to_step": (count, _OPTIONAL),
         "policy": (text, _REQUIRED),

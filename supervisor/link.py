@@ -72,7 +72,6 @@ class Link:
         receipts = directory / contract.RECEIPTS
         receipts.mkdir(exist_ok=True)
         self.receipts_path = receipts / f"{contract.attempt_stem(life.attempt)}.jsonl"
-        self._receipts = ReceiptFile(self.receipts_path)
         self._output: ForgivingOutput | None = None
         self._told = ""
         self._hello: dict[str, Any] | None = None
@@ -99,6 +98,7 @@ class Link:
         # Through an open descriptor: a long path fits, and a renamed run directory is followed.
         self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.directory = Path(f"/proc/self/fd/{self._directory_fd}")
+        self._receipts = ReceiptFile(self.directory / contract.RECEIPTS / self.receipts_path.name)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         if life.supervised:

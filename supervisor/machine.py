@@ -345,9 +345,9 @@ def _impossible(turn: Turn, event: ev.Event) -> None:
 
 def _ended_already(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Asked)
-    known = next((r for r in turn.state.durable.replies if r.id == event.id), None)
+    known = moves.answered(turn.state.durable, event.id, event.verb)
     if known is not None:
-        turn.do(ev.Reply(known.id, known.outcome, known.why, known.result))
+        turn.do(known)
     elif event.operator:
         turn.do(ev.Reply(event.id, "busy", f"the supervisor is ending ({turn.state.phase})"))
 

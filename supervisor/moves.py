@@ -18,7 +18,16 @@ from typing import Final
 from supervisor import blame, events as ev
 from supervisor.contract import ExitCode, Json
 from supervisor.patience import LATE_SECONDS
-from supervisor.state import AT_ONCE, PERMANENT, PLANNED, UNPLANNED, Epoch, Pending, Turn
+from supervisor.state import (
+    AT_ONCE,
+    PERMANENT,
+    PLANNED,
+    UNPLANNED,
+    Durable,
+    Epoch,
+    Pending,
+    Turn,
+)
 
 UNSAVED: Final = "unsaved"  # the alarm from the first save that fails to the next that does not
 
@@ -356,6 +365,17 @@ def end(turn: Turn, phase: str, reason: str) -> None:
     turn.set(phase=phase, stage="", deadline=None, why=reason, stop_ids=(), restart_ids=())
     code = ExitCode.OK if phase in ("stopped", "finished") else ExitCode.FAILED
     turn.do(ev.Exit(int(ExitCode.FORCED if turn.state.forced else code), reason))
+
+
+def answered(durable: Durable, id: str, verb: str) -> ev.Reply | None:
+    """What was said to this request before. An id that was another verb's is no repetition: its
+    answer would be taken for what has not been done."""
+    known = next((reply for reply in durable.replies if reply.id == id), None)
+    if known is None:
+        return None
+    if known.verb != verb:
+        return ev.Reply(id, "refused", f"this id is that of a {known.verb} that was answered")
+    return ev.Reply(id, known.outcome, known.why, known.result)
 
 
 def abort_pivot(turn: Turn, why: str) -> None:

@@ -76,6 +76,7 @@ def propose(
     content: Json = {
         "at": at,
         "epoch": durable.epoch,
+        "against": durable.settings_digest,
         "parent": parent.number,
         "to_step": to_step,
         "policy": text or config.dump_policy(settings),

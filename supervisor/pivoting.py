@@ -43,7 +43,7 @@ def begin_unsupervised(turn: Turn, id: str, content: Json, living: int | None) -
     """The pivot of a run that nobody supervises: this life of the supervisor is for it alone.
     False where this life is over already: it was refused, or answered by an earlier one. `living`
     is the process of a trainer that has outlived its supervisor."""
-    known = next((reply for reply in turn.state.durable.replies if reply.id == id), None)
+    known = moves.answered(turn.state.durable, id, "pivot")
     done = next((epoch for epoch in turn.state.durable.epochs if epoch.request == id), None)
     refusal = _refusal(turn, content)
     if living is not None:
@@ -92,6 +92,8 @@ def _refusal(turn: Turn, content: Json) -> tuple[str, str] | None:
             f"checked against epoch {content['epoch']}, but the run is at epoch {durable.epoch}:"
             " look at `supervisor policy show` and ask again"
         )
+    if (content.get("against") or durable.settings_digest) != durable.settings_digest:
+        return "refused", "the settings of the run have changed since it was checked: ask again"
     to_step = content["to_step"]
     if to_step is not None and to_step not in durable.on_disk:
         return "refused", f"no checkpoint of step {to_step}; there are {sorted(durable.on_disk)}"

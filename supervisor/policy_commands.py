@@ -182,7 +182,7 @@ def _show_done(directory: Path, id: str, as_json: bool) -> bool:
 
 def _pivot_unsupervised(directory: Path, id: str, content: Json, as_json: bool) -> int:
     """A run that is stopped, failed or finished: this process is its supervisor for the switch."""
-    from supervisor import pivot as checking, start as starting
+    from supervisor import moves, pivot as checking, start as starting
     from supervisor.rundir import lock_holder
 
     if lock_holder(directory / TRAINER_LOCK_FILE) is not None:
@@ -198,8 +198,8 @@ def _pivot_unsupervised(directory: Path, id: str, content: Json, as_json: bool) 
         return complain(str(refusal), refusal.code)
     if _show_done(directory, id, as_json):
         return code
-    replies = checking.durable_of(directory).replies
-    why = next((reply.why for reply in replies if reply.id == id), "no answer is on record")
+    reply = moves.answered(checking.durable_of(directory), id, "pivot")
+    why = "no answer is on record" if reply is None else reply.why
     return complain(f"refused: {why}", ExitCode.FAILED)
 
 

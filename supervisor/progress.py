@@ -201,6 +201,8 @@ def describe(record: ev.Record) -> str:
                 f"{key} from {_short(old)} to {_short(new)}"
                 for key, (old, new) in record.changes.items()
             )
+            if not changes:
+                return ""  # an import's first settings
             if record.policy_digest:
                 return f"no step is on record yet, so the settings are those of now: {changes}"
             return f"settings changed: {changes}"

@@ -29,9 +29,9 @@ def of_message(now: float, verb: str, content: Json) -> ev.Asked:
 
 def asked(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Asked)
-    known = next((r for r in turn.state.durable.replies if r.id == event.id), None)
+    known = moves.answered(turn.state.durable, event.id, event.verb)
     if known is not None:
-        turn.do(ev.Reply(known.id, known.outcome, known.why, known.result))
+        turn.do(known)
         return
     waiting = {request.id for request in turn.state.checkpoints}
     state = turn.state

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from supervisor import events as ev
-from supervisor.contract import ExitCode, Json
+from supervisor.contract import ExitCode, Json, digest
 from supervisor.patience import Limits, Patience
 
 PHASES: Final = (
@@ -130,6 +130,13 @@ class Durable:
             until = epoch.base_step if until is None else min(until, epoch.base_step)
             epoch = epochs[epoch.parent]
         return epoch, until
+
+    @property
+    def settings_digest(self) -> str:
+        """Names the settings on record: what was made of others would undo a change of them. None
+        are, and this is empty, before the first life of an import."""
+        settings = self.epochs[-1].settings
+        return digest(settings.encode()) if settings else ""
 
     @property
     def kept(self) -> frozenset[int]:

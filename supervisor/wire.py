@@ -64,7 +64,7 @@ class Wire:
         self._trainer_identity: bytes | None = None
         self._trainer_version = contract.CONTRACT_VERSION_OLDEST
         self._asked_who: set[bytes] = set()
-        self._clients: OrderedDict[str, list[bytes]] = OrderedDict()
+        self._clients: OrderedDict[str, tuple[str, list[bytes]]] = OrderedDict()
         try:
             self._enclose()
             self.trainer = self._socket()
@@ -198,20 +198,22 @@ class Wire:
             verb, content = contract.parse_message(parts[1], contract.ASK, "request")
         except ContractError as error:
             self.refused += 1
-            self._send(
-                self.operator,
-                identity,
-                contract.encode_message(
-                    "reply", id="", outcome="refused", why=str(error), result={}
-                ),
-            )
+            self._refuse(identity, "", str(error))
             return []
-        waiting = self._clients.setdefault(content["id"], [])
+        asked, waiting = self._clients.setdefault(content["id"], (verb, []))
+        if asked != verb:
+            self._refuse(identity, content["id"], f"this id is that of a {asked} that waits")
+            return []
         if identity not in waiting:
             waiting.append(identity)
         while len(self._clients) > CLIENTS_REMEMBERED:
             self._clients.popitem(last=False)
         return [FromOperator(verb, content)]
+
+    def _refuse(self, identity: bytes, id: str, why: str) -> None:
+        """To this client alone, whoever else has asked under the id."""
+        frame = contract.encode_message("reply", id=id, outcome="refused", why=why, result={})
+        self._send(self.operator, identity, frame)
 
     def send_trainer(self, verb: str, content: Json) -> bool:
         """False where no trainer is connected, or where it does not read. One that an older
@@ -228,7 +230,8 @@ class Wire:
         if len(frame) > contract.MESSAGE_BYTES_MAX:
             why = f"{outcome}, but the reply has {len(frame)} bytes, more than a message may have"
             frame = contract.encode_message("reply", id=id, outcome="refused", why=why, result={})
-        for identity in self._clients.pop(id, []):
+        _, waiting = self._clients.pop(id, ("", []))
+        for identity in waiting:
             self._send(self.operator, identity, frame)
 
     def _send(self, socket: zmq.Socket[bytes], identity: bytes, frame: bytes) -> bool:

@@ -375,6 +375,23 @@ def test_four_failures_are_told_apart(run: Run) -> None:
     assert run.status()["phase"] == "running", "the stop of the life before is not done again"
 
 
+def test_an_id_of_another_verb_is_refused_in_words(run: Run) -> None:
+    """A stop that got the answer of a checkpoint was taken for done."""
+    supervisor = run.hold(12)
+    place = (str(run.directory), "--request-id", "mine")
+    assert run.supervisor("checkpoint", *place).returncode == 0
+    policy = run.home / "policy.toml"
+    policy.write_text("[training]\nwarmup_steps = 9\n")
+    for command in (["stop"], ["restart"], ["pivot", "--policy", str(policy)]):
+        done = run.supervisor(command[0], *place, *command[1:])
+        assert done.returncode == 1
+        assert done.stderr.endswith("refused: this id is that of a checkpoint that was answered\n")
+    run.open_gate()
+    assert run.end(supervisor) == 0
+    done = run.supervisor("pivot", *place, "--policy", str(policy))
+    assert (done.returncode, "that of a checkpoint" in done.stderr) == (1, True)
+
+
 @pytest.mark.fault("SV-59", phase="any", does="says no supervisor as soon as the lock is free")
 def test_who_waits_is_told_when_the_supervisor_dies(run: Run) -> None:
     """A request socket waited for ever for a server that had died (libzmq #1227)."""

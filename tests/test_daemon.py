@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -961,6 +962,28 @@ def test_a_run_directory_that_is_renamed_goes_on(run: Run) -> None:
     assert run.file_status()["phase"] == "stopped"
     assert run.file_status()["checkpoint"]["verified"] is True
     assert not (run.home / "run").exists()
+
+
+@pytest.mark.parametrize("how", ["moved", "copied"])
+def test_the_file_of_a_run_means_the_run_that_it_is_in(run: Run, how: str) -> None:
+    """It names the place where the run was begun: a start with it began there from step 0, or took
+    what is there by now for the copy."""
+    run.hold(12)
+    assert run.supervisor("stop", str(run.directory)).returncode == 0
+    there = run.home / how
+    if how == "moved":
+        run.directory.rename(there)
+    else:
+        shutil.copytree(run.directory, there)
+    run.config = there / contract.RUN_FILE
+    run.open_gate()
+    assert run.finish() == 0
+    assert run.directory.exists() == (how == "copied")
+    assert how == "moved" or run.history_step() == 12
+    run.directory = there
+    run.assert_exact(30)
+    assert run.finish("--set", f"run.directory={run.home / 'new'}") == 0
+    assert (run.home / "new").exists(), "but what is asked for by name is what is meant"
 
 
 def test_a_supervisor_whose_terminal_is_gone_trains_on(run: Run) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import struct
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import tomli_w
 from checkpoint_kit import flip_bit
 from ledger_kit import holds
+from pivot_kit import OLD_ARMS, PivotRun
 from runs_kit import PYTHON, SABOTEUR, Run
 
 from supervisor import contract, import_run, ledger
@@ -409,6 +411,36 @@ def test_samples_are_those_of_the_run_whatever_its_directory_is_called(
     assert run.supervisor(*words).returncode == 0
     done = run.supervisor("samples", str(run.directory))
     assert (done.returncode, done.stdout) == (0, "step      20 | region\n")
+
+
+def test_the_settings_of_an_import_are_those_of_its_first_life(folder: Folder, run: Run) -> None:
+    """They were nowhere but in run.toml, and whatever that said later was what they had been."""
+    run.supervisor("import", str(folder.path), "--config", str(run.config))
+    run.config = run.directory / contract.RUN_FILE
+    run.config.write_text(run.config.read_text().replace("\nseed = 0", "\nseed = 5"))
+    assert run.finish() == 0, "nothing has been trained with the other"
+    trained = run.config.read_text()
+    run.config.write_text(trained.replace("\nseed = 5", "\nseed = 6"))
+    assert run.finish() == 2
+    assert "training.seed: recorded 5, requested 6" in run.output()
+    run.config.write_text(trained)
+    assert run.finish() == 0
+    assert run.supervisor("verify", str(run.directory)).returncode == 0
+
+
+def test_an_import_that_is_pivoted_has_the_policy_from_before(folder: Folder) -> None:
+    with contextlib.closing(PivotRun(folder.path.parent, "onward")) as run:
+        run.supervisor("import", str(folder.path), "--config", str(run.config))
+        assert run.pivot().returncode == 0
+        run.gate(40)
+        supervisor = run.start()  # with the file from before the pivot, as any run
+        run.wait_for_status(step=40, epoch=2)
+        assert run.rollback(20).returncode == 0
+        tables = tomllib.loads((run.directory / contract.RUN_FILE).read_text())
+        assert set(OLD_ARMS) == {arm["name"] for arm in tables["policy"]["arms"]}
+        run.open_gate()
+        assert run.end(supervisor) == 0
+        assert run.supervisor("verify", str(run.directory)).returncode == 0
 
 
 def test_a_name_does_not_move_an_import_whose_settings_say_where_it_is(

@@ -710,6 +710,7 @@ def test_a_run_directory_that_is_renamed_is_followed(life: Life, tmp_path: Path)
         link.record(Entry(41, 1.0))
         moved = directory.rename(tmp_path / "after")
         assert link.directory.resolve() == moved
+        link.sync()
         server = Server(moved)
         link.hello(40, 6, "p")
         server.hear(link, "hello")

@@ -1603,7 +1603,9 @@ def test_one_id_gets_one_answer_also_from_the_next_life() -> None:
     again = case.reopened()
     again.open("run", ours())
     assert again.ask("checkpoint", "c1") == [answer]
-    assert again.ask("stop", "c1") == [answer], "whatever else is asked under the same id"
+    stop = again.ask("stop", "c1")
+    assert stop == [ev.Reply("c1", "refused", "this id is that of a checkpoint that was answered")]
+    assert again.state.phase == "running", "and no answer for what was not done"
     again.ask("stop", "s1")
     again.die(0, line=STOPPED_LINE)
     assert again.state.phase == "stopped"

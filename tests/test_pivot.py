@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -446,6 +448,20 @@ def test_a_rollback_over_a_pivot_takes_the_policy_from_before_it(run: PivotRun) 
     assert run.manifest(300).epoch == 3
 
 
+@pytest.mark.parametrize("name", ["archive", "policies", "superseded"])
+def test_a_directory_that_the_operator_removed_stops_no_rollback(run: PivotRun, name: str) -> None:
+    """Each refusal had cost a save, an end and a start, until the next start made it again."""
+    supervisor = run.hold(250)
+    shutil.rmtree(run.directory / name)
+    done = run.rollback(100)
+    assert done.returncode == 0, done.stderr
+    assert run.status()["alarms"] == []
+    run.open_gate()
+    assert run.end(supervisor) == 0
+    done = run.supervisor("verify", str(run.directory))
+    assert done.returncode == 0, done.stdout
+
+
 def test_a_rollback_to_a_spoiled_checkpoint_goes_back_nowhere(run: PivotRun) -> None:
     supervisor = run.hold(250)
     spoil(run, 100)
@@ -545,6 +561,23 @@ def test_a_proposal_for_another_epoch_is_refused_by_the_supervisor(held: PivotRu
     answer = held.ask("pivot", **(held.proposal() | {"epoch": 2}))
     assert answer.outcome == "refused"
     assert "checked against epoch 2, but the run is at epoch 1" in answer.why
+
+
+def test_a_run_file_edited_at_rest_is_not_undone_by_a_pivot(run: PivotRun) -> None:
+    """Its target was on record and not in the settings that the trainer reads: each life of it
+    finished too early, until the run had failed."""
+    supervisor = run.hold(150)
+    run.ask("stop")
+    run.end(supervisor)
+    file = run.directory / contract.RUN_FILE
+    file.write_text(file.read_text().replace("\nsteps = 400", "\nsteps = 500"))
+    first = run.pivot()
+    assert (first.returncode, "ask again" in first.stderr) == (1, True)
+    assert run.pivot().returncode == 0
+    assert tomllib.loads(file.read_text())["training"]["steps"] == 500
+    run.open_gate()
+    assert run.finish() == 0
+    assert run.history_step() == 500
 
 
 def test_a_rollback_needs_a_checkpoint(held: PivotRun) -> None:

@@ -335,6 +335,23 @@ def test_a_pivot_that_is_under_way_is_waited_for(tmp_path: Path) -> None:
         let_end(run, supervisor)
 
 
+def test_a_pivot_that_was_checked_before_it_does_not_undo_it(tmp_path: Path) -> None:
+    with contextlib.closing(PivotRun(tmp_path)) as run:
+        supervisor = run.hold(150)
+        checked = run.proposal()
+        run.set("logs", keep=9)
+        supervisor.send_signal(signal.SIGHUP)
+        run.wait_for_record("settings_changed")
+        answer = run.ask("pivot", **checked)
+        assert (answer.outcome, "settings of the run have changed" in answer.why) == (
+            "refused",
+            True,
+        )
+        assert run.pivoted(230) == "done"
+        assert recorded(run)["logs"]["keep"] == 9
+        let_end(run, supervisor)
+
+
 def test_between_two_attempts_it_is_taken_as_well(run: Run) -> None:
     run.faults = "crash9@12"
     run.set("restart", delay_seconds=600.0, maximum_delay_seconds=600.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -355,10 +354,9 @@ def test_a_run_is_named_by_its_directory_and_found_where_it_was_moved_to(run: Ru
     moved = run.home / "moved ü"
     run.directory.rename(moved)
     command = command_of(unit_of(run, str(moved))["Service"]["ExecStart"][0])
-    assert command[-2] == "--set"
-    key, _, value = command[-1].partition("=")
-    assert (key, json.loads(value)) == ("run.directory", str(moved))
+    assert command[-2:] == ["--config", str(moved / contract.RUN_FILE)]
     assert subprocess.run(command, env=run.variables(), check=False).returncode == 0
+    assert not run.directory.exists()
 
 
 def test_a_file_is_written_whole_and_says_what_to_do(run: Run) -> None:

@@ -277,6 +277,20 @@ def test_clients_that_never_get_an_answer_are_forgotten(
     assert not operator.poll(50)
 
 
+def test_an_id_that_waits_is_that_of_one_verb(ends: Ends) -> None:
+    """The refusal is for who has it wrong; who asked first has the reply."""
+    first, second = ends.operator(), ends.operator()
+    first.send(contract.encode_message("checkpoint", id="c", at="boundary"))
+    assert [event.verb for event in ends.hear()] == ["checkpoint"]
+    second.send(contract.encode_message("stop", id="c"))
+    while not second.poll(10):
+        assert ends.wire.receive() == []
+    assert "that of a checkpoint" in reply(second)["why"]
+    ends.wire.reply("c", "done", "", {})
+    assert reply(first)["outcome"] == "done"
+    assert not second.poll(50)
+
+
 @pytest.mark.fault(
     "SV-62", phase="running", does="drops a reply to who has left, and answers the next"
 )
