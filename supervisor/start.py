@@ -91,7 +91,10 @@ def start_from_file(
     """Supervises the run that a configuration file describes. Raises Refused, ConfigError."""
     home = Path.cwd()
     settings = config.load(path, overrides, environment)
-    again = partial(config.load, home / path, overrides, environment, home)
+    file = Path(os.path.abspath(path))
+    if file == Path(settings.run.directory) / RUN_FILE:
+        file = Path(RUN_FILE)  # from inside, as the loop is: a renamed run is followed
+    again = partial(config.load, file, overrides, environment, home)
     return _supervise(settings, again, environment, request)
 
 
@@ -107,9 +110,7 @@ def resume_directory(directory: Path, environment: Mapping[str, str], request: R
     recorded["run"]["directory"] = str(directory.resolve())
     with forgiving("stdout"):
         settings = config.parse(recorded, str(place.run_file))
-        # From inside, as the loop is: the directory may have another name by then.
-        again = partial(config.load, RUN_FILE)
-        return _supervise(settings, again, environment, request)
+        return _supervise(settings, partial(config.load, RUN_FILE), environment, request)
 
 
 def _supervise(

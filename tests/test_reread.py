@@ -170,6 +170,22 @@ def test_a_file_that_says_the_same_changes_nothing(run: Run) -> None:
     let_end(run, supervisor)
 
 
+def test_a_run_that_is_renamed_reads_its_own_file_where_it_is_now(run: Run) -> None:
+    assert run.finish() == 0
+    run.config = run.directory / contract.RUN_FILE
+    run.gate(40)
+    supervisor = run.start("--set", "training.steps=60")
+    run.wait_for_status(phase="running", step=40)
+    run.directory = run.directory.rename(run.home / "moved")
+    tables = recorded(run)
+    tables["logs"]["keep"] = 9
+    (run.directory / contract.RUN_FILE).write_text(tomli_w.dumps(tables))
+    supervisor.send_signal(signal.SIGHUP)
+    run.wait_for_record("settings_changed", changes={"logs.keep": [50, 9]})
+    assert settings_alarm(run) == ""
+    let_end(run, supervisor)
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
