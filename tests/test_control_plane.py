@@ -82,7 +82,7 @@ def test_a_socket_directory_that_others_may_enter_is_refused(run: Run, mode: int
     sockets = run.directory / contract.SOCKETS
     sockets.mkdir(parents=True)
     sockets.chmod(mode)
-    assert run.finish() == contract.ExitCode.FAILED
+    assert run.finish() == contract.ExitCode.USAGE
     assert f"mode {mode:04o}" in run.output()
     assert "Remove it and start again" in run.output()
     assert list(sockets.iterdir()) == []
