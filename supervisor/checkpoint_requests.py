@@ -15,8 +15,8 @@ A request has `id` and `do`, and:
 - `clean`: attempt and nonce of the living trainer, or neither -> removed (names).
 
 A reply has `id`, `ok` and `result`; where it is not ok also `error` and `kind`: "damaged" (the
-checkpoint; result says step, reason, moved_to), "os" (the machine; where files were to be removed
-the result says which ones are gone) or "ours" (the request was wrong, which is a bug).
+checkpoint; result says step, reason, moved_to), "os" (the machine; result says errno or, where
+files were to be removed, which ones are gone) or "ours" (the request was wrong, which is a bug).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Requests:
         except reclaim.Unfinished as error:
             return _failure(number, "os", str(error), _removal(error.done))
         except OSError as error:
-            return _failure(number, "os", str(error), {})
+            return _failure(number, "os", str(error), {"errno": error.errno})
         except ValueError as error:
             return _failure(number, "ours", str(error), {})
 

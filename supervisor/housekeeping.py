@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from supervisor import events as ev
 from supervisor.checkpoints import find
+from supervisor.commit import Unwritable
 from supervisor.contract import Json
 from supervisor.options import Retention
 from supervisor.recorder import Recorder
@@ -70,7 +71,7 @@ class Housekeeper:
         return bool(self._calls or self._later)
 
     def receive(self) -> None:
-        """Called at every turn of the loop. Raises HelperFailed."""
+        """Called at every turn of the loop. Raises HelperFailed, or Unwritable."""
         for reply in self._verifier.receive():
             self._calls.pop(reply.id)(reply)
         now = time.monotonic()
@@ -136,8 +137,8 @@ class Housekeeper:
                 moved_to = str(reply.result.get("moved_to") or "")
                 self._emit(ev.Verified(time.monotonic(), step, reason, moved_to=moved_to))
 
-        def gave_up(error: str) -> None:
-            self._alarm("verification", f"step {step}, {TRIES} times: {error}")
+        def gave_up(reply: Reply) -> None:
+            self._alarm("verification", f"step {step}, {TRIES} times: {reply.error}")
             self._emit(ev.Unverified(time.monotonic(), step))
 
         request = {"step": step, "set_aside": True, "time": time.time()}
@@ -202,15 +203,19 @@ class Housekeeper:
         self._calls[self._verifier.submit({"do": do, **request})] = done
 
     def _demand(self, done: Callable[[Json], None], do: str, **request: Any) -> None:
-        def gave_up(error: str) -> None:
-            raise HelperFailed(f"{do}, {TRIES} times: {error}")
+        def gave_up(reply: Reply) -> None:
+            words = f"{do}, {TRIES} times: {reply.error}"
+            if reply.kind == "os":  # the helper is well, and the disk is not
+                advice = f"{words}. Nothing is lost: mend that, and start again"
+                raise Unwritable(advice, OSError(reply.result.get("errno"), reply.error))
+            raise HelperFailed(words)
 
         self._insist(lambda reply: done(reply.result), gave_up, ALARM, do, do, **request)
 
     def _insist(
         self,
         done: Callable[[Reply], None],
-        gave_up: Callable[[str], None],
+        gave_up: Callable[[Reply], None],
         alarm: str,
         what: str,
         do: str,
@@ -228,7 +233,7 @@ class Housekeeper:
                 return
             failures += 1
             if failures == TRIES:
-                gave_up(reply.error)
+                gave_up(reply)
                 return
             self._alarm(alarm, f"{what}: {reply.error}")
             self._later.append((time.monotonic() + RETRY_SECONDS, ask))

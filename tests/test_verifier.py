@@ -21,11 +21,13 @@ from runs_kit import wait_until
 
 from supervisor import events as ev, housekeeping, orphans
 from supervisor.checkpoint_requests import Requests
+from supervisor.commit import Unwritable
 from supervisor.contract import INT32_MAX, Json, checkpoint_size_bytes, temporary_name
 from supervisor.housekeeping import HelperFailed, Housekeeper
 from supervisor.options import Retention
 from supervisor.readback import no_tick
 from supervisor.rundir import RunDirectory
+from supervisor.start import OPERATORS
 from supervisor.state import Durable
 from supervisor.verifier import Reply, Verifier
 
@@ -894,6 +896,19 @@ def test_what_cannot_be_read_back_is_given_up_with_an_alarm(
     assert len(house.alarms) == housekeeping.TRIES
     assert house.alarms[-1][1].startswith("step 100, 5 times: the verifier ended with exit status")
     assert not house.keeper.busy
+
+
+def test_a_disk_that_refuses_again_and_again_is_no_fault_of_the_helper(
+    run: Path, house: House
+) -> None:
+    """After a rollback that is on record, what is beyond its base has to go aside first."""
+    write(run, 100, 200)
+    (run / "superseded").symlink_to("/dev/full")
+    house.keeper.clear(100)
+    with pytest.raises(Unwritable, match=r"clear|supersede") as refused:
+        house.wait_for_event()
+    assert refused.value.errno in OPERATORS
+    assert has(run, 200)
 
 
 def test_an_errand_that_fails_again_and_again_ends_this_life(
