@@ -241,16 +241,20 @@ def _heard_late(turn: Turn, event: ev.Event) -> None:
 
 def _recorded(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Recorded)
-    turn.set(
-        history_step=event.step,
-        step=max(turn.state.step, event.step),
-        attempt_verified=event.verified_steps,
-    )
-    if turn.state.phase == "starting" and turn.state.stage == "loading":
-        moves.ready(turn)
-        pivoting.ready(turn)
-    else:
+    turn.set(history_step=event.step, attempt_verified=event.verified_steps)
+    if not _stepped(turn, event.step):
         pivoting.progressed(turn)
+
+
+def _stepped(turn: Turn, step: int) -> bool:
+    """A step that perhaps nobody told of: its receipt says that the trainer is at work. True where
+    that is news."""
+    turn.set(step=max(turn.state.step, step))
+    if turn.state.stage != "loading":
+        return False
+    moves.ready(turn)
+    pivoting.ready(turn)
+    return True
 
 
 def _seen(turn: Turn, id: str) -> None:
@@ -277,6 +281,9 @@ def _broken(turn: Turn, event: ev.Event) -> None:
 def _tick(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Ticked)
     vigil.watch(turn, event)
+    opened = turn.state.durable.open
+    if opened is not None and vigil.watched(turn.state) and event.read_step > opened.resume_step:
+        _stepped(turn, event.read_step)  # of those that are executed again nothing else tells
     state = turn.state
     if state.deadline is None or turn.now < state.deadline:
         return

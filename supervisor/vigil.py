@@ -33,14 +33,14 @@ def progressed(turn: Turn, step: int) -> None:
 
 def excused(turn: Turn) -> None:
     """The disk refuses what it would write: it waits, and says so as long as it does."""
-    if not _watched(turn.state):
+    if not watched(turn.state):
         return
     _saw(turn, turn.state.patience.looked_at(turn.now, blind=True))
 
 
 def watch(turn: Turn, event: ev.Ticked) -> None:
     """Every wake-up looks here while a trainer is loading or running."""
-    if not _watched(turn.state):
+    if not watched(turn.state):
         return
     progressed(turn, event.read_step)
     _saw(turn, turn.state.patience.looked_at(turn.now, event.blind))
@@ -60,7 +60,7 @@ def watch(turn: Turn, event: ev.Ticked) -> None:
 
 def silence(state: State, limits: Limits, now: float) -> Json | None:
     """For the status; None where nobody is waited for."""
-    return state.patience.to_json(limits, now) if _watched(state) else None
+    return state.patience.to_json(limits, now) if watched(state) else None
 
 
 def rearm(turn: Turn) -> None:
@@ -71,7 +71,7 @@ def rearm(turn: Turn) -> None:
         moves.rearm(turn)
 
 
-def _watched(state: State) -> bool:
+def watched(state: State) -> bool:
     return state.phase == "running" or state.stage == "loading"
 
 

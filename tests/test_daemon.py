@@ -672,6 +672,22 @@ def test_sighup_follows_a_rotated_log(run: Run) -> None:
     assert run.end(supervisor) == 0
 
 
+def test_the_status_follows_steps_that_are_executed_again(run: Run) -> None:
+    """Without a link nothing tells of them, and the history does not grow."""
+    run.environment["SABOTEUR_MUTE"] = "1"
+    supervisor = run.hold(18)
+    kill(run.status()["trainer_pid"])
+    run.gate(13)
+    run.wait_for_record("attempt_ended", attempt=1)
+    run.wait_for_status(phase="running", attempt=2, step=13)
+    assert run.history_step() == 18
+    assert run.ask("checkpoint", at="now").outcome == "done", "it is asked, as any that trains"
+    run.open_gate()
+    assert run.end(supervisor) == 0
+    assert run.file_status()["replay"]["verified_steps"] == 8
+    assert_exact(run, 30)
+
+
 # --- a second start -------------------------------------------------------------------------------
 
 
@@ -968,8 +984,9 @@ def test_a_run_directory_that_is_renamed_goes_on(run: Run) -> None:
 def test_the_file_of_a_run_means_the_run_that_it_is_in(run: Run, how: str) -> None:
     """It names the place where the run was begun: a start with it began there from step 0, or took
     what is there by now for the copy."""
-    run.hold(12)
+    supervisor = run.hold(12)
     assert run.supervisor("stop", str(run.directory)).returncode == 0
+    assert run.end(supervisor) == 0  # it has answered before it writes its last
     there = run.home / how
     if how == "moved":
         run.directory.rename(there)

@@ -546,6 +546,21 @@ def test_a_step_in_the_ledger_proves_life_as_well_as_a_hello() -> None:
     assert not case.state.linked
 
 
+def test_a_step_that_is_executed_again_proves_life_as_well() -> None:
+    """The history does not grow by it, and a trainer that knows only signals says nothing: until it
+    has caught up nobody would pass a request on to it."""
+    case = Case().to_loading(base=100, history=120)
+    assert case.ask("checkpoint") == []
+    assert case.feed(ev.Ticked, 100) == []
+    assert case.place == ("starting", "loading")
+    assert case.feed(ev.Ticked, 101) == [ev.Signal("USR1")]
+    assert case.place == ("running", "")
+    assert (case.state.step, case.state.history_step) == (101, 120)
+    case.feed(ev.Ticked, 107)
+    case.feed(ev.Ticked, 106)
+    assert case.state.step == 107
+
+
 def test_no_hello_in_time_is_killed_and_counted() -> None:
     case = Case().to_loading()
     assert case.wait(RULES.limits.start_seconds - 1) == []
