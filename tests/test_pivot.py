@@ -639,7 +639,9 @@ def test_fc40_another_horizon_is_a_pivot_and_shown_with_both_values(run: PivotRu
 
 
 def spoil(run: PivotRun, *steps: int) -> None:
+    """After they were read back and found good, so that only who reads them again finds out."""
     for step in steps:
+        run.wait_for_record("checkpoint_verified", step=step)
         stem = contract.checkpoint_stem(step)
         flip_bit(run.directory / contract.CHECKPOINTS / f"{stem}.bin", 8 * 40)
 
