@@ -281,10 +281,12 @@ def _broken(turn: Turn, event: ev.Event) -> None:
 def _tick(turn: Turn, event: ev.Event) -> None:
     assert isinstance(event, ev.Ticked)
     vigil.watch(turn, event)
-    opened = turn.state.durable.open
-    if opened is not None and vigil.watched(turn.state) and event.read_step > opened.resume_step:
-        _stepped(turn, event.read_step)  # of those that are executed again nothing else tells
     state = turn.state
+    opened = state.durable.open
+    again = opened is not None and opened.resume_step < event.read_step <= state.history_step
+    if again and vigil.watched(state):
+        _stepped(turn, event.read_step)  # nothing else tells of what is executed again
+        state = turn.state
     if state.deadline is None or turn.now < state.deadline:
         return
     match state.phase:

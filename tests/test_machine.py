@@ -559,6 +559,10 @@ def test_a_step_that_is_executed_again_proves_life_as_well() -> None:
     case.feed(ev.Ticked, 107)
     case.feed(ev.Ticked, 106)
     assert case.state.step == 107
+    case.feed(ev.Ticked, 121)
+    assert case.state.step == 107, "a new one is told of once it is on record"
+    case.feed(ev.Recorded, 121, 20)
+    assert case.state.step == 121
 
 
 def test_no_hello_in_time_is_killed_and_counted() -> None:

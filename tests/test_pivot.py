@@ -501,6 +501,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PivotRun]:
     """A living run at step 150, which every refusal must leave as it is."""
     with contextlib.closing(PivotRun(tmp_path_factory.mktemp("held"))) as run:
         run.hold(150)
+        run.wait_for_record("checkpoint_committed", step=100)
         before = run.records()
         yield run
         status = run.status()

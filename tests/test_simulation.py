@@ -34,8 +34,6 @@ Cell = tuple[str, str]
 UNREACHED: Final[dict[Cell, str]] = {
     ("stuck", "Died"): "what could not be killed has to end in the few seconds before this life is"
     " over",
-    ("starting", "Recorded"): "a tick tells of a step before it is on record; what a trainer left"
-    " that worked alone is merged here, and no world has one",
     ("failed", "Noticed"): "what ended by itself is not looked at any more, and what was killed has"
     " been looked at since; it takes a machine that pauses at the wrong moment",
     ("finished", "Noticed"): "what was noticed is decided on before the selection is asked for",
