@@ -65,10 +65,14 @@ def ask(directory: Path, verb: str, *, id: str, timeout_seconds: float, **conten
         socket.connect(
             f"ipc:///proc/self/fd/{directory_fd}/{contract.SOCKETS}/{contract.OPERATOR_SOCKET}"
         )
+        absent = lock_holder(directory / contract.LOCK_FILE) is None
         socket.send(contract.encode_message(verb, id=id, **content))
         while True:
             if not socket.poll(int(max(0, min(0.5, deadline - time.monotonic())) * 1000)):
-                if lock_holder(directory / contract.LOCK_FILE) is None:
+                # Whoever has ended may have replied last of all: nobody is there only where nobody
+                # was before this wait, either.
+                was_absent, absent = absent, lock_holder(directory / contract.LOCK_FILE) is None
+                if absent and was_absent:
                     raise NoSupervisor(f"{directory}: no supervisor is running")
                 if time.monotonic() >= deadline:
                     raise DeadlinePassed(id, timeout_seconds)

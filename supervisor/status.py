@@ -188,13 +188,22 @@ def _of_the_journal(path: Path) -> Json | None:
     )
 
 
+def _of_one_moment(path: Path) -> tuple[Json | None, int | None]:
+    """The status file and who owns the run. A supervisor that ends between the two looks, or
+    starts, would be taken for one that died without a word."""
+    while True:
+        owner = lock_holder(path / contract.LOCK_FILE)
+        status = read_status(path)
+        if lock_holder(path / contract.LOCK_FILE) == owner:
+            return status, owner
+
+
 def observe(path: Path) -> tuple[Json | None, int]:
     """The last status of a run and the exit code that says whether it lives.
 
     0 running, 1 dead though recorded as running, 3 not running, 4 unknown. Takes no lock.
     """
-    status = read_status(path)
-    owner = lock_holder(path / contract.LOCK_FILE)
+    status, owner = _of_one_moment(path)
     if status is None:
         status = _of_the_journal(path)
     if status is None:

@@ -375,6 +375,37 @@ def test_four_failures_are_told_apart(run: Run) -> None:
     assert run.status()["phase"] == "running", "the stop of the life before is not done again"
 
 
+def test_a_last_reply_is_heard_although_its_sender_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop that took as long as the client waits between two looks was done, and its client said
+    that there was no supervisor: the reply had come, and the lock was free by then."""
+    (tmp_path / contract.SOCKETS).mkdir()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as supervisor:
+        supervisor.bind(f"ipc://{tmp_path}/{contract.SOCKETS}/{contract.OPERATOR_SOCKET}")
+        looks: list[str] = []
+
+        def look(path: Path) -> int | None:
+            looks.append(path.name)
+            if len(looks) == 1:
+                return os.getpid()
+            if len(looks) == 2:
+                peer, _ = supervisor.recv_multipart()
+                result: Json = {"phase": "stopped"}
+                supervisor.send_multipart(
+                    [peer, contract.encode_message("reply", id="s", outcome="done", result=result)]
+                )
+            return None
+
+        monkeypatch.setattr(client, "lock_holder", look)
+        answer = client.ask(tmp_path, "stop", id="s", timeout_seconds=DEADLINE_SECONDS)
+        assert (answer.outcome, answer.result, len(looks)) == ("done", {"phase": "stopped"}, 2)
+        # The third look and those after it find nobody, and nobody replies.
+        with pytest.raises(client.NoSupervisor):
+            client.ask(tmp_path, "stop", id="t", timeout_seconds=DEADLINE_SECONDS)
+        supervisor.close(linger=0)
+
+
 def test_an_id_of_another_verb_is_refused_in_words(run: Run) -> None:
     """A stop that got the answer of a checkpoint was taken for done."""
     supervisor = run.hold(12)

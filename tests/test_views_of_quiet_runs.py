@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import orjson
 import pytest
 from checkpoint_kit import flip_bit
 from runs_kit import Run
 from test_daemon import STATUS_FIELDS
 
-from supervisor import contract
+from supervisor import contract, status as view
 from supervisor.progress import age
+from supervisor.rundir import RunDirectory, take_lock
+from supervisor.sidecars import read_status
 
 
 @pytest.fixture
@@ -67,6 +71,30 @@ def test_a_run_that_was_moved_is_shown_where_it_is(run: Run, tmp_path: Path) -> 
     status = json.loads(run.supervisor("status", str(moved), "--json").stdout)
     assert status["directory"] == str(moved)
     assert status["checkpoint"]["path"] == str(moved / contract.CHECKPOINTS / "step_000030.bin")
+
+
+def test_a_supervisor_that_ends_while_its_status_is_read_is_not_called_dead(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file still said that it ran, and by the next look its lock was free."""
+    file = run.directory / contract.STATUS_FILE
+    ended = file.read_bytes()
+    file.write_bytes(orjson.dumps({**orjson.loads(ended), "phase": "running"}))
+    lock_fd = take_lock(RunDirectory(run.directory, run.directory.name))
+
+    def read(path: Path) -> contract.Json | None:
+        nonlocal lock_fd
+        found = read_status(path)
+        if lock_fd >= 0:
+            file.write_bytes(ended)
+            os.close(lock_fd)
+            lock_fd = -1
+        return found
+
+    monkeypatch.setattr(view, "read_status", read)
+    status, code = view.observe(run.directory)
+    assert status is not None
+    assert (status["phase"], code) == ("finished", 3)
 
 
 def test_a_rollback_of_a_run_at_rest_is_called_one_and_stands_at_its_base(run: Run) -> None:
