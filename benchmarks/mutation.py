@@ -1,6 +1,7 @@
 """How many small faults in the pure lifecycle go unnoticed by its tests.
 
-    python benchmarks/mutation.py [MODULE ...] [--jobs N] [--worlds N] [--sample N --seed S]
+    python benchmarks/mutation.py [MODULE ...] [--since REVISION] [--jobs N] [--worlds N]
+                                  [--sample N --seed S]
 
 Each mutant changes one thing in one module of the lifecycle: a guard is taken away, a comparison
 turned, a statement deleted, a cell of the table emptied. It is killed by the tests of the pure
@@ -19,8 +20,10 @@ import importlib.util
 import itertools
 import os
 import random
+import re
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -61,6 +64,22 @@ class Mutant:
 
 
 # --- making them ---
+
+
+def changed_since(revision: str, module: str) -> set[int]:
+    """The lines of a module that a revision of git does not have, or has otherwise."""
+    path = f"supervisor/{module}.py"
+    command = ["git", "-C", str(ROOT), "diff", "--no-ext-diff", "-U0", revision, "--", path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return lines_added(done.stdout)
+
+
+def lines_added(patch: str) -> set[int]:
+    """From the heads of its hunks, each of which is @@ -from[,count] +from[,count] @@."""
+    found: set[int] = set()
+    for first, count in re.findall(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", patch, re.MULTILINE):
+        found.update(range(int(first), int(first) + int(count or 1)))
+    return found
 
 
 def mutants_of(module: str) -> Iterator[Mutant]:
@@ -287,6 +306,7 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", default=MODULES)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--worlds", type=int, default=300)
+    parser.add_argument("--since", help="only on lines that are new since that revision of git")
     parser.add_argument("--sample", type=int, help="try so many, chosen by --seed")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
@@ -294,6 +314,9 @@ def main() -> int:
     if "machine" in arguments.modules:
         mutants += cells_of("machine")
     mutants = [m for m in {m.source: m for m in mutants}.values()]
+    if arguments.since:
+        new = {module: changed_since(arguments.since, module) for module in arguments.modules}
+        mutants = [m for m in mutants if m.line in new[m.module]]
     if arguments.sample:
         mutants = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
     unchanged = Mutant("state", 0, "", (ROOT / "supervisor" / "state.py").read_text())

@@ -38,6 +38,22 @@ def test_every_mutant_is_another_program_and_says_where() -> None:
         assert 0 < mutant.line <= len(lines)
 
 
+def test_the_lines_of_a_change_are_read_from_its_patch() -> None:
+    patch = "\n".join(
+        [
+            "+++ b/x.py",
+            "@@ -3 +4 @@ def f():",
+            "+a",
+            "@@ -9,0 +11,2 @@",
+            "+b",
+            "+c",
+            "@@ -20,2 +23,0 @@",
+        ]
+    )
+    assert mutation.lines_added(patch) == {4, 11, 12}
+    assert mutation.lines_added("") == set()
+
+
 def test_each_cell_of_the_table_is_changed() -> None:
     found = list(mutation.cells_of("machine"))
     assert len(found) > 100
