@@ -12,7 +12,7 @@ help:
 	@echo "make test     all tests"
 	@echo "make check    formatting, lint, types, import rules"
 	@echo "make format   let ruff format and fix what it can"
-	@echo "make soak     the long property tests"
+	@echo "make soak     the long tests, and every property with twenty times the cases"
 	@echo "make faults   write docs/faults.md from the marks of the tests"
 	@echo "make clean    remove .venv and caches; runs/ stays"
 
@@ -49,7 +49,7 @@ format: .venv
 	$(BIN)/ruff format
 
 soak: .venv
-	SOAK=1 $(BIN)/pytest -m soak
+	SOAK=1 $(BIN)/pytest --timeout=7200 -m "soak or hypothesis"
 
 faults: .venv
 	@mkdir -p docs

@@ -21,14 +21,13 @@ from fault_table import (
     pytest_collection_modifyitems as pytest_collection_modifyitems,
 )
 from hypothesis import HealthCheck, settings
+from property_kit import SOAK, SOAK_FACTOR
 from shim_kit import build_shim
-
-SOAK = os.environ.get("SOAK") == "1"
 
 settings.register_profile("ci", derandomize=True, deadline=None, database=None)
 settings.register_profile(
     "soak",
-    max_examples=5_000,
+    max_examples=SOAK_FACTOR * settings().max_examples,
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],

@@ -12,7 +12,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 
 from supervisor import bandit, curriculum, mixture
 from supervisor.bandit import WINDOWED, Pool, Statistics, Tuning, Window
@@ -29,7 +30,7 @@ from supervisor.curriculum import (
 )
 from supervisor.projection import SHARE_UNITS
 
-examples = settings(max_examples=60, deadline=None, derandomize=True)
+examples = cases(60)
 
 ADAPTIVE = KINDS[1:]
 UNIT_RUNS: dict[str, Any] = {"run_steps_minimum": 1, "run_steps_maximum": 1}
@@ -1076,7 +1077,7 @@ def policies(
 falls = st.dictionaries(st.sampled_from("abcdefg"), st.floats(-0.01, 0.01))
 
 
-@examples
+@cases(1_000)
 @given(policies(), st.integers(0, 1000), falls)
 def test_bounds_hold_on_counts_under_every_kind(
     ours: Policy, seed: int, slopes: dict[str, float]
@@ -1092,7 +1093,7 @@ def test_bounds_hold_on_counts_under_every_kind(
             assert kept.pulls >= bounds.floor * step - slack - 1e-9
 
 
-@examples
+@cases(1_000)
 @given(policies(kinds=WINDOWED, floor_min=10), st.integers(0, 1000), falls)
 def test_every_window_sees_every_arm(ours: Policy, seed: int, slopes: dict[str, float]) -> None:
     state = curriculum.create(ours)
@@ -1103,7 +1104,7 @@ def test_every_window_sees_every_arm(ours: Policy, seed: int, slopes: dict[str, 
         assert len(set(names[start : start + window])) == len(ours.arms)
 
 
-@examples
+@cases(1_000)
 @given(policies(unit_runs=False, warm_up=True), st.integers(0, 1000), falls)
 def test_locked_arms_are_never_pulled_before_the_warm_up_ends(
     ours: Policy, seed: int, slopes: dict[str, float]

@@ -19,7 +19,8 @@ import orjson
 import pytest
 import torch
 from faults import Faults
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 
 from supervisor import contract
 from supervisor.contract import CHUNK_BYTES, HEADER_BYTES, Manifest, Tensor
@@ -166,7 +167,7 @@ def test_load_fills_the_buffers_in_place(tmp_path: Path) -> None:
     assert torch.equal(loaded.second_moments, flat.second_moments)
 
 
-@settings(max_examples=15, deadline=None)
+@cases(15)
 @given(step=st.integers(0, contract.INT32_MAX), seed=st.integers(0, 1000))
 def test_what_is_published_is_what_is_loaded(step: int, seed: int) -> None:
     with scratch() as directory:
@@ -448,7 +449,7 @@ def test_fc31_another_vocabulary_is_refused_at_load_with_both_shapes(tmp_path: P
     assert not larger.weights.any()
 
 
-@settings(max_examples=40, deadline=None)
+@cases(40)
 @given(data=st.data(), member=st.sampled_from(["bin", "json"]))
 def test_fc11_one_flipped_bit_anywhere_condemns_the_pair(data: st.DataObject, member: str) -> None:
     """The presence of metadata counted as validity: a flipped bit loaded and the run drifted

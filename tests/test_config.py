@@ -10,7 +10,8 @@ from typing import Any, get_args
 
 import pytest
 import tomli_w
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 from pydantic import ValidationError
 
 from supervisor import changes, config, contract, curriculum, schema
@@ -455,7 +456,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=200)
+@cases(200)
 @given(trees())
 def test_what_is_written_reads_back_as_an_equal_value(tree: dict[str, Any]) -> None:
     first = config.parse(tree, "tree")
@@ -474,7 +475,7 @@ junk = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@cases(300)
 @given(st.data())
 def test_any_value_anywhere_is_taken_or_refused_by_name(data: st.DataObject) -> None:
     """Never another exception, and never silence about a wrong value."""

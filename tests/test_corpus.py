@@ -21,13 +21,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 
 from trainer import corpus, documents, tokenizer
 from trainer.corpus import IGNORED_TARGET, Arm, DataError, Windows, collate, load_arm
 from trainer.tokenizer import Tokenizer
 
-examples = settings(max_examples=200, deadline=None, derandomize=True)
+examples = cases(200)
 
 BYTES = tokenizer.load("bytes")
 SEPARATOR = 256

@@ -12,7 +12,8 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 
 from supervisor import bandit, curriculum, curriculum_state, mixture, policy as policies, projection
 from supervisor.curriculum import (
@@ -27,7 +28,7 @@ from supervisor.curriculum import (
 )
 from supervisor.projection import SHARE_UNITS, check_feasible, integer_weights, pick, project
 
-examples = settings(max_examples=300, deadline=None, derandomize=True)
+examples = cases(1_000)
 
 # Seven arms of a warm-up that end up beside nine more, as in the system this was born from.
 SEVEN = ("general", "creative", "roleplay", "chat", "smalltalk", "assistant", "books")

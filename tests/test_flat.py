@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 
 from supervisor import contract
 from trainer.flat import Flat, Regions, StateError
@@ -78,7 +79,7 @@ def test_on_a_cpu_the_host_regions_are_the_live_memory() -> None:
     assert flat.host_regions().weights.data_ptr() == flat.weights.data_ptr()
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@cases(50)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=6))
 def test_views_partition_every_buffer(shapes: list[tuple[int, int]]) -> None:
     flat = Flat(matrices(*shapes), CPU)
@@ -261,7 +262,7 @@ def reordered(tensors: tuple[contract.Tensor, ...], order: list[int]) -> list[co
     return table
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@cases(30)
 @given(st.permutations(range(len(tensor_table(TINY)))))
 def test_fc30_state_is_bound_by_name(order: list[int]) -> None:
     """Moments were matched to parameters by position, so a model whose parameters came in another

@@ -14,8 +14,9 @@ import pytest
 import runs_kit
 from exactness_kit import TrainedRun, content_of
 from faults import Faults
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from ledger_kit import holds
+from property_kit import cases
 
 from supervisor import (
     checkpoints,
@@ -311,7 +312,7 @@ def test_fc19_whatever_is_pinned_the_newest_verified_stays(limit: int) -> None:
 # --- selection follows lineage --------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@cases(150)
 @given(
     step=st.integers(0, 60),
     owner=st.sampled_from(["run-a", "parent", "grandparent", "stranger"]),

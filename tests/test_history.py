@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 from runs_kit import Run
 
 from supervisor import contract, ledger
@@ -45,7 +46,7 @@ def rows_of(data: bytes) -> list[dict[str, str]]:
 # --- which rows -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@cases(60)
 @given(st.lists(st.integers(0, 9), max_size=25))
 def test_the_canonical_view_is_that_of_the_ledger(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int]

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from faults import Faults, states_of
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 
 from supervisor.contract import Json
 from supervisor.journal import (
@@ -82,7 +83,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@cases(200)
 @given(
     st.dictionaries(st.text("abcdef", min_size=1), json_values, max_size=4),
     st.integers(1, 10**9),

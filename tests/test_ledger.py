@@ -16,8 +16,9 @@ from pathlib import Path
 import orjson
 import pytest
 from faults import Faults, states_of
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from ledger_kit import holds
+from property_kit import cases
 
 from supervisor import ledger as module, rows, stretches
 from supervisor.contract import ContractError, Entry, parse_entry
@@ -167,7 +168,7 @@ entries = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@cases(100)
 @given(st.lists(st.lists(entries, max_size=4), max_size=4))
 def test_every_value_survives_to_the_last_bit(batches: list[list[Entry]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -681,7 +682,7 @@ histories = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@cases(300)
 @given(histories)
 def test_canonical_is_what_the_definition_says(everything: list[Entry]) -> None:
     view = canonical(everything)
@@ -699,7 +700,7 @@ foreign = st.lists(st.integers(1, 12), max_size=8)
 
 
 @pytest.mark.parametrize("size", [1, 300, 1000, 1 << 18])
-@settings(max_examples=60, deadline=None, derandomize=True)
+@cases(60)
 @given(imported=foreign, plan=lives, reread=st.integers(0, 5))
 def test_the_tail_of_an_attempt_is_the_canonical_history_before_it(
     tmp_path_factory: pytest.TempPathFactory,

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 from runs_kit import PYTHON, Run, wait_for_end, wait_until
 
 from supervisor import attempt_logs, contract, events as ev, tail
@@ -319,7 +320,7 @@ def test_a_file_system_without_holes_is_an_alarm_and_no_more(
 
 @pytest.mark.fault("SV-49", phase="any", does="shows random bytes harmlessly")
 @given(st.binary(max_size=3000), st.integers(1, 50))
-@settings(max_examples=60)
+@cases(60)
 def test_random_bytes_are_shown_and_drive_nothing(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, count: int
 ) -> None:

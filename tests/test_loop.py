@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import trainer_kit as kit
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 
 from supervisor import config, contract, curriculum, link as link_module, pivot
 from supervisor.contract import (
@@ -101,7 +102,7 @@ def test_fc28_a_run_stopped_and_resumed_is_the_run_that_never_stopped(
     assert_same_run(whole, first, second)
 
 
-@settings(max_examples=8, deadline=None)
+@cases(8)
 @given(stops=st.sets(st.integers(1, 11), min_size=1, max_size=4))
 def test_any_number_of_stops_at_any_steps_changes_nothing(
     homes: Callable[[], Path], stops: set[int]

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import orjson
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 
 from supervisor import events as ev
 from supervisor.causes import judge
@@ -841,7 +842,7 @@ def test_the_delay_doubles_up_to_its_maximum() -> None:
     "SV-38", phase="backoff", does="never waits less than three quarters of the delay"
 )
 @given(st.text(max_size=8), st.integers(1, 10**6), st.integers(0, 10**4))
-@settings(max_examples=100, deadline=None)
+@cases(100)
 def test_the_jitter_shortens_by_at_most_a_quarter_and_is_the_same_in_a_replay(
     run_id: str, attempt: int, deaths: int
 ) -> None:

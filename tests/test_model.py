@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 
 from supervisor import contract
 from trainer.corpus import IGNORED_TARGET
@@ -64,7 +65,7 @@ def test_the_built_model_has_the_size_of_its_table() -> None:
     assert len(model.flat.image) == 12_782_600
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@cases(100)
 @given(SHAPES)
 def test_the_table_covers_the_formula_without_gap(shape: Shape) -> None:
     offset = 0
@@ -214,7 +215,7 @@ def test_every_gradient_is_the_slope_of_the_loss(name: str) -> None:
     assert slope == pytest.approx((ahead - behind).item() / 2e-6, rel=1e-6, abs=1e-7)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@cases(20)
 @given(position=st.integers(0, 4), token=st.integers(0, 10))
 def test_no_position_sees_a_later_token(position: int, token: int) -> None:
     model = build(TINY, CPU, seed=2)

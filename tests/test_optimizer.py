@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 from torch.func import functional_call
 
 from supervisor import contract
@@ -377,7 +378,7 @@ def test_a_threshold_that_would_erase_the_gradient_is_refused(clip_norm: float) 
         clipped([3.0, 4.0], tensors=1, clip_norm=clip_norm)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@cases(100)
 @given(
     st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=8).filter(any),
     st.floats(0.01, 100.0),
@@ -601,7 +602,7 @@ def test_the_rate_depends_on_nothing_but_the_step() -> None:
     assert [rate(step) for step in range(50)] == [rate(step) for step in reversed(range(50))][::-1]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@cases(200)
 @given(
     step=st.integers(0, 20_000),
     warmup_steps=st.integers(0, 5_000),

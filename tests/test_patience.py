@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 
 from supervisor.patience import (
     DURATIONS_KEPT,
@@ -147,7 +148,7 @@ def test_while_we_cannot_see_it_is_not_silent() -> None:
         max_size=60,
     )
 )
-@settings(max_examples=300, deadline=None)
+@cases(300)
 def test_a_deadline_is_never_earlier_than_the_floor_after_the_last_progress(
     script: list[tuple[str, float]],
 ) -> None:
@@ -258,7 +259,7 @@ def test_limits_that_are_too_tight_do_raise_one() -> None:
 
 
 @given(st.floats(0.001, 600.0), st.integers(1, 40))
-@settings(max_examples=100, deadline=None)
+@cases(100)
 def test_a_hang_is_found_at_its_deadline_and_not_later_than_one_look(
     seconds: float, steps: int
 ) -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 from test_machine import OPENING, PID, RULES, Case, ours
 
 from supervisor import events as ev
@@ -514,7 +515,7 @@ def test_after_its_first_checkpoint_a_failure_is_one_like_any_other() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 7)), max_size=7))
-@settings(max_examples=300)
+@cases(300)
 def test_a_step_belongs_to_the_newest_epoch_on_its_branch(pivots: list[tuple[int, int]]) -> None:
     """Against a table of owners that each pivot rewrites from its base on. Its parent is the owner
     of its base, or the one before it where that has none of its own."""

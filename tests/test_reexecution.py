@@ -17,7 +17,8 @@ import checkpoint_kit
 import pytest
 import runs_kit
 from exactness_kit import DEADLINE_SECONDS, TrainedRun, content_of
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 
 from supervisor import comparison, contract, reexecution
 from supervisor.contract import Entry, EnvironmentLine, ExitLine, Json, Manifest
@@ -465,7 +466,7 @@ def floats(*values: float) -> bytes:
     return struct.pack(f"<{len(values)}f", *values)
 
 
-@settings(max_examples=200, deadline=None)
+@cases(200)
 @given(data=st.data(), length=st.integers(1, 40))
 def test_the_first_number_that_differs_is_found(data: st.DataObject, length: int) -> None:
     one = floats(*(float(n) for n in range(length)))

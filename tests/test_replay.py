@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 
 from supervisor.contract import DETERMINISTIC_FIELDS, ContractError, Entry
 from supervisor.ledger import Ledger, canonical, read_entries
@@ -183,7 +184,7 @@ lives = st.lists(
 @pytest.mark.fault(
     "SV-79", phase="any", does="has one row a step, that of its newest execution, in any order"
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@cases(60)
 @given(lives)
 def test_history_is_what_the_newest_execution_of_each_step_said(
     tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[int, int, int | None, set[int]]]

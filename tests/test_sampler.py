@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 
 from trainer.corpus import Windows, collate
 from trainer.sampler import Sampler, SamplerError
 
-examples = settings(max_examples=100, deadline=None, derandomize=True)
+examples = cases(100)
 
 
 def draws(sampler: Sampler, count: int) -> list[list[int]]:

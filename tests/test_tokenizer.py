@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 
 from trainer import tokenizer
 from trainer.tokenizer import SEGMENT_BYTES_MAX, Tokenizer, TokenizerError
 
-examples = settings(max_examples=200, deadline=None, derandomize=True)
+examples = cases(200)
 
 
 def segments_file(directory: Path, entries: Any, name: str = "segments.json") -> Path:

@@ -18,7 +18,8 @@ import checkpoint_kit
 import orjson
 import pytest
 from checkpoint_kit import RUN_ID, flip_bit, write_checkpoint
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from property_kit import cases
 from runs_kit import DEADLINE_SECONDS, Run
 
 from supervisor import contract, events as ev, ledger
@@ -397,7 +398,7 @@ def test_a_ruined_ledger_does_not_flood_the_report(built: Built) -> None:
     assert found[-1].what.endswith("more problems like these")
 
 
-@settings(max_examples=60)
+@cases(60)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=30))
 def test_gaps_are_those_of_the_canonical_history(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int]
@@ -442,7 +443,7 @@ def test_a_history_may_begin_at_the_fork_and_have_the_gaps_of_another_program(
     assert [one.place for one in imported] == ["steps 33 to 33"]
 
 
-@settings(max_examples=40)
+@cases(40)
 @given(bound=st.sets(st.integers(1, 12), min_size=1), changed=st.integers(1, 12))
 def test_one_pass_finds_the_first_binding_that_does_not_hold(
     tmp_path_factory: pytest.TempPathFactory, bound: set[int], changed: int
