@@ -260,6 +260,16 @@ def test_a_check_that_is_out_of_date_is_refused() -> None:
     assert case.state.durable.pivot is None
 
 
+def test_a_check_against_other_settings_is_refused() -> None:
+    """It would undo what an operator has changed in between."""
+    case = running()
+    ask(case, against="those of before")
+    assert replies(case) == [("p1", "refused")]
+    assert "have changed since" in case.state.durable.replies[0].why
+    ask(case, id="p2", against=case.state.durable.settings_digest)
+    assert case.state.durable.pivot == intended("p2")
+
+
 def test_no_trainer_is_stopped_for_a_step_whose_files_went_without_a_word() -> None:
     case = Case(SAVED, NEWER).to_selecting(history=200)
     case.select(200, present=(200,))

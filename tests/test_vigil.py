@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 from test_machine import LOOK_SECONDS, PID, RULES, Case, ours
 
-from supervisor import blame, events as ev
+from supervisor import blame, events as ev, vigil
 from supervisor.contract import ExitCode, ExitLine
 from supervisor.patience import Limits
 from supervisor.state import Durable
@@ -83,6 +83,16 @@ def test_a_trainer_that_saves_and_leaves_when_it_is_told_to_has_hung_all_the_sam
     assert ended is not None
     assert (ended.cause, ended.code) == ("hang", 0)
     assert case.place == ("backoff", ""), "it is started again"
+
+
+def test_silence_is_shown_of_a_trainer_that_is_waited_for() -> None:
+    case = warm()
+    case.now += 7.0
+    shown = vigil.silence(case.state, HASTY.limits, case.now)
+    assert shown == {"phase": "step", "silent_seconds": 7.0, "allowed_seconds": 60.0}
+    case.feed(ev.Asked, "s1", "stop")
+    assert case.state.phase == "stopping"
+    assert vigil.silence(case.state, HASTY.limits, case.now) is None
 
 
 def test_an_operator_who_stops_a_hanging_run_has_stopped_it() -> None:
