@@ -440,6 +440,38 @@ def test_only_a_step_beyond_the_best_checkpoint_is_progress() -> None:
     assert apply(dead, ev.CheckpointCommitted(51, 2, "operator", [], "bd")).deaths == 0
 
 
+def test_a_held_out_loss_belongs_to_the_branch_that_it_was_measured_on() -> None:
+    def switched(base_step: int) -> ev.PolicySwitched:
+        return ev.PolicySwitched("p1", 2, 1, base_step, "", "[run]", "d2", "archive", "")
+
+    first, again, older = (ev.Evaluated(*of, {}) for of in ((100, 2.5), (100, 2.4), (90, 2.6)))
+    measured = fold([CREATED, first])
+    assert apply(measured, older) == measured, "what is executed again after a crash"
+    assert apply(measured, again).evaluation == again
+    kept, left = (apply(measured, switched(step)) for step in (100, 99))
+    assert (kept.evaluation, kept.evaluated_step) == (first, 100)
+    assert (left.evaluation, left.evaluated_step) == (None, 99)
+
+
+def test_settings_on_record_have_a_name_and_none_have_none() -> None:
+    """An import has none before its first life: what was checked then is held to nothing."""
+    imported = fold([CREATED])
+    known = apply(imported, ev.PolicySwitched("p1", 2, 1, 0, "", "[run]", "d2", "a", ""))
+    assert imported.settings_digest == ""
+    assert known.settings_digest == hashlib.sha256(b"[run]").hexdigest()
+
+
+def test_a_failure_stands_when_its_last_checkpoint_goes() -> None:
+    """That belongs to a run that had finished, which then has not."""
+    last = ev.CheckpointCommitted(TARGET_STEP, 1, "final", [], "bd")
+    gone = ev.CheckpointQuarantined(TARGET_STEP, "bad", "q")
+    finished, failed = (
+        fold([CREATED, last, end, gone])
+        for end in (ev.RunFinished(TARGET_STEP), ev.RunFailed("no luck"))
+    )
+    assert (finished.outcome, failed.outcome) == ("", "failed")
+
+
 def test_a_checkpoint_that_was_lost_and_saved_again_is_no_progress() -> None:
     """Else a run whose disk spoils each checkpoint would die and come back for ever."""
     lost = fold([*BEFORE, ev.CheckpointQuarantined(50, "bad", "q"), ENDED])
