@@ -7,10 +7,8 @@ import fcntl
 import os
 import shutil
 import struct
-import tempfile
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import pytest
 import torch
 from faults import Faults
 from hypothesis import given, strategies as st
-from property_kit import cases
+from property_kit import cases, scratch
 
 from supervisor import contract
 from supervisor.contract import CHUNK_BYTES, HEADER_BYTES, Manifest, Tensor
@@ -108,13 +106,6 @@ def synced() -> None:
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
-
-
-@contextmanager
-def scratch() -> Iterator[Path]:
-    """A directory for one example of a property: tmp_path would be shared by all of them."""
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(name)
 
 
 # --- the bytes ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from exactness_kit import TrainedRun, content_of
 from faults import Faults
 from hypothesis import given, strategies as st
 from ledger_kit import holds
-from property_kit import cases
+from property_kit import cases, scratch
 
 from supervisor import (
     checkpoints,
@@ -317,20 +317,17 @@ def test_fc19_whatever_is_pinned_the_newest_verified_stays(limit: int) -> None:
     step=st.integers(0, 60),
     owner=st.sampled_from(["run-a", "parent", "grandparent", "stranger"]),
 )
-def test_a_checkpoint_counts_only_up_to_where_its_run_was_left(
-    tmp_path_factory: pytest.TempPathFactory, step: int, owner: str
-) -> None:
-    directory = tmp_path_factory.mktemp("one")
-    checkpoint_kit.write_checkpoint(directory, step, run_id=owner)
-    (found,) = checkpoints.find(directory)
-    limits = {"run-a": 60, "parent": 40, "grandparent": 20, "stranger": -1}
-    lineage = (("grandparent", 20), ("parent", 40))
-    if step <= limits[owner]:
-        assert verify(found, "run-a", lineage).step == step
-    else:
-        with pytest.raises(Damaged, match=f"step {step} of run {owner}, which is neither this"):
-            verify(found, "run-a", lineage)
-    shutil.rmtree(directory)
+def test_a_checkpoint_counts_only_up_to_where_its_run_was_left(step: int, owner: str) -> None:
+    with scratch() as directory:
+        checkpoint_kit.write_checkpoint(directory, step, run_id=owner)
+        (found,) = checkpoints.find(directory)
+        limits = {"run-a": 60, "parent": 40, "grandparent": 20, "stranger": -1}
+        lineage = (("grandparent", 20), ("parent", 40))
+        if step <= limits[owner]:
+            assert verify(found, "run-a", lineage).step == step
+        else:
+            with pytest.raises(Damaged, match=f"step {step} of run {owner}, which is neither this"):
+                verify(found, "run-a", lineage)
 
 
 def test_a_checkpoint_of_a_left_branch_is_set_aside_even_if_its_number_is_larger(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
-from property_kit import cases
+from property_kit import cases, scratch
 from runs_kit import Run
 
 from supervisor import contract, ledger
@@ -48,15 +48,14 @@ def rows_of(data: bytes) -> list[dict[str, str]]:
 
 @cases(60)
 @given(st.lists(st.integers(0, 9), max_size=25))
-def test_the_canonical_view_is_that_of_the_ledger(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[int]
-) -> None:
+def test_the_canonical_view_is_that_of_the_ledger(steps: list[int]) -> None:
     """Two passes that remember only where the history was taken back, against the plain stack."""
     entries = [Entry(step, float(place), attempt=place) for place, step in enumerate(steps)]
-    history = History(written(tmp_path_factory.mktemp("canonical") / "run.loss.json", entries))
-    assert list(history.raw()) == entries
-    assert list(history.canonical()) == ledger.canonical(entries)
-    assert (history.count, history.torn) == (len(entries), False)
+    with scratch() as place:
+        history = History(written(place / "run.loss.json", entries))
+        assert list(history.raw()) == entries
+        assert list(history.canonical()) == ledger.canonical(entries)
+        assert (history.count, history.torn) == (len(entries), False)
 
 
 def test_rows_that_are_appended_meanwhile_are_not_in_the_export(tmp_path: Path) -> None:

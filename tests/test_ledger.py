@@ -18,7 +18,7 @@ import pytest
 from faults import Faults, states_of
 from hypothesis import given, strategies as st
 from ledger_kit import holds
-from property_kit import cases
+from property_kit import cases, scratch
 
 from supervisor import ledger as module, rows, stretches
 from supervisor.contract import ContractError, Entry, parse_entry
@@ -703,7 +703,6 @@ foreign = st.lists(st.integers(1, 12), max_size=8)
 @cases(60)
 @given(imported=foreign, plan=lives, reread=st.integers(0, 5))
 def test_the_tail_of_an_attempt_is_the_canonical_history_before_it(
-    tmp_path_factory: pytest.TempPathFactory,
     size: int,
     imported: list[int],
     plan: list[tuple[int, int]],
@@ -722,8 +721,8 @@ def test_the_tail_of_an_attempt_is_the_canonical_history_before_it(
     stop = begun[reread + 1][0] if reread + 1 < len(begun) else len(everything)
     expected = {item.step: item for item in canonical(everything[:start])}
     own = everything[start:stop]
-    path = tmp_path_factory.mktemp("tail") / "run.loss.json"
-    with pytest.MonkeyPatch.context() as patch:
+    with scratch() as place, pytest.MonkeyPatch.context() as patch:
+        path = place / "run.loss.json"
         patch.setattr(stretches, "STRETCH_BYTES", size)
         patch.setattr(module, "STRETCH_BYTES", size)
         writer = Ledger.open(path)

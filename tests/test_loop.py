@@ -16,7 +16,7 @@ import pytest
 import torch
 import trainer_kit as kit
 from hypothesis import given, strategies as st
-from property_kit import cases
+from property_kit import cases, scratch
 
 from supervisor import config, contract, curriculum, link as link_module, pivot
 from supervisor.contract import (
@@ -104,17 +104,16 @@ def test_fc28_a_run_stopped_and_resumed_is_the_run_that_never_stopped(
 
 @cases(8)
 @given(stops=st.sets(st.integers(1, 11), min_size=1, max_size=4))
-def test_any_number_of_stops_at_any_steps_changes_nothing(
-    homes: Callable[[], Path], stops: set[int]
-) -> None:
-    whole = kit.live(kit.settings_of(homes(), model={"dropout": 0.1}))
-    ours = kit.settings_of(homes(), model={"dropout": 0.1})
-    lives = [
-        kit.live(ours, attempt, script={step: kit.term} if step else {})
-        for attempt, step in enumerate([*sorted(stops), None], start=1)
-    ]
-    assert [life.entries[-1].step for life in lives] == [*sorted(stops), 12]
-    assert_same_run(whole, *lives)
+def test_any_number_of_stops_at_any_steps_changes_nothing(stops: set[int]) -> None:
+    with scratch() as whole_home, scratch() as our_home:
+        whole = kit.live(kit.settings_of(whole_home, model={"dropout": 0.1}))
+        ours = kit.settings_of(our_home, model={"dropout": 0.1})
+        lives = [
+            kit.live(ours, attempt, script={step: kit.term} if step else {})
+            for attempt, step in enumerate([*sorted(stops), None], start=1)
+        ]
+        assert [life.entries[-1].step for life in lives] == [*sorted(stops), 12]
+        assert_same_run(whole, *lives)
 
 
 def test_three_updates_then_the_fourth_equals_saved_and_reloaded_then_the_fourth(

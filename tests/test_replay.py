@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
-from property_kit import cases
+from property_kit import cases, scratch
 
 from supervisor.contract import DETERMINISTIC_FIELDS, ContractError, Entry
 from supervisor.ledger import Ledger, canonical, read_entries
@@ -187,38 +187,39 @@ lives = st.lists(
 @cases(60)
 @given(lives)
 def test_history_is_what_the_newest_execution_of_each_step_said(
-    tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[int, int, int | None, set[int]]]
+    plan: list[tuple[int, int, int | None, set[int]]],
 ) -> None:
     """The model: a table from step to deterministic fields, where a changed step wipes what lies
     beyond it. The ledger's canonical view must agree, with as few rows as possible."""
-    path = tmp_path_factory.mktemp("merge") / "run.loss.json"
-    model: dict[int, float] = {}
-    appended = 0
-    for attempt, (length, behind, differs, deaths) in enumerate(plan, start=1):
-        base = max(0, len(model) - behind)
-        steps = [
-            entry(
-                base + k,
-                attempt,
-                shift=float(attempt) if differs is not None and k > differs else 0.0,
-            )
-            for k in range(1, length + 1)
-        ]
-        verified = 0
-        appending = False
-        for item in steps:
-            appending = appending or model.get(item.step) != item.loss
-            if appending:
-                model = {step: loss for step, loss in model.items() if step < item.step}
-                model[item.step] = item.loss
-            appended += appending
-            verified += not appending
-        assert live(path, attempt, base, steps, deaths) == verified
-    if plan:
-        raw, torn = read_entries(path)
-        assert torn is None
-        assert {item.step: item.loss for item in canonical(raw)} == model
-        assert len(raw) == appended
+    with scratch() as place:
+        path = place / "run.loss.json"
+        model: dict[int, float] = {}
+        appended = 0
+        for attempt, (length, behind, differs, deaths) in enumerate(plan, start=1):
+            base = max(0, len(model) - behind)
+            steps = [
+                entry(
+                    base + k,
+                    attempt,
+                    shift=float(attempt) if differs is not None and k > differs else 0.0,
+                )
+                for k in range(1, length + 1)
+            ]
+            verified = 0
+            appending = False
+            for item in steps:
+                appending = appending or model.get(item.step) != item.loss
+                if appending:
+                    model = {step: loss for step, loss in model.items() if step < item.step}
+                    model[item.step] = item.loss
+                appended += appending
+                verified += not appending
+            assert live(path, attempt, base, steps, deaths) == verified
+        if plan:
+            raw, torn = read_entries(path)
+            assert torn is None
+            assert {item.step: item.loss for item in canonical(raw)} == model
+            assert len(raw) == appended
 
 
 def test_lines_of_an_attempt_that_later_ones_followed_change_nothing_either(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import orjson
 import pytest
 from checkpoint_kit import RUN_ID, flip_bit, write_checkpoint
 from hypothesis import given, strategies as st
-from property_kit import cases
+from property_kit import cases, scratch
 from runs_kit import DEADLINE_SECONDS, Run
 
 from supervisor import contract, events as ev, ledger
@@ -400,22 +400,21 @@ def test_a_ruined_ledger_does_not_flood_the_report(built: Built) -> None:
 
 @cases(60)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=30))
-def test_gaps_are_those_of_the_canonical_history(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[int]
-) -> None:
+def test_gaps_are_those_of_the_canonical_history(steps: list[int]) -> None:
     """Whatever was taken back and executed again: only the canonical history must have no gap."""
-    path = tmp_path_factory.mktemp("gaps") / "run.loss.json"
-    writer = Ledger.open(path)
-    writer.append([Entry(step, 1.0) for step in steps])
-    writer.close()
-    kept = [entry.step for entry in ledger.canonical(ledger.read_entries(path)[0])]
-    missing = set(range(1, kept[-1] + 1)) - set(kept)
-    found = prove(path).problems
-    named = [re.fullmatch(r"steps (\d+) to (\d+)", problem.place) for problem in found]
-    steps_named = [range(int(one[1]), int(one[2]) + 1) for one in named if one is not None]
-    assert {step for stretch in steps_named for step in stretch} == missing
-    assert len(steps_named) == len(found)
-    assert all(steps_named)
+    with scratch() as place:
+        path = place / "run.loss.json"
+        writer = Ledger.open(path)
+        writer.append([Entry(step, 1.0) for step in steps])
+        writer.close()
+        kept = [entry.step for entry in ledger.canonical(ledger.read_entries(path)[0])]
+        missing = set(range(1, kept[-1] + 1)) - set(kept)
+        found = prove(path).problems
+        named = [re.fullmatch(r"steps (\d+) to (\d+)", problem.place) for problem in found]
+        steps_named = [range(int(one[1]), int(one[2]) + 1) for one in named if one is not None]
+        assert {step for stretch in steps_named for step in stretch} == missing
+        assert len(steps_named) == len(found)
+        assert all(steps_named)
 
 
 def prove(path: Path, *bindings: Binding, begin: Begin | None = None) -> LedgerProof:
@@ -445,27 +444,26 @@ def test_a_history_may_begin_at_the_fork_and_have_the_gaps_of_another_program(
 
 @cases(40)
 @given(bound=st.sets(st.integers(1, 12), min_size=1), changed=st.integers(1, 12))
-def test_one_pass_finds_the_first_binding_that_does_not_hold(
-    tmp_path_factory: pytest.TempPathFactory, bound: set[int], changed: int
-) -> None:
-    path = tmp_path_factory.mktemp("bindings") / "run.loss.json"
-    writer = Ledger.open(path)
-    bindings = []
-    for step in range(1, 13):
-        writer.append([Entry(step, 1.0 + step / 13)])
-        if step in bound:
-            bindings.append(Binding(*writer.binding(step), seq=step))
-    writer.close()
-    assert prove(path, *bindings).problems == []
-    row = b'{"step":%d,"loss":' % changed
-    path.write_bytes(path.read_bytes().replace(row + b"1", row + b"9"))
-    found = prove(path, *bindings).problems
-    later = sorted(step for step in bound if step >= changed)
-    if not later:
-        assert found == []
-        return
-    first = max((step for step in bound if step < changed), default=0) + 1
-    assert only(found).place.startswith(f"entries {first} to {later[0]}, ")
+def test_one_pass_finds_the_first_binding_that_does_not_hold(bound: set[int], changed: int) -> None:
+    with scratch() as place:
+        path = place / "run.loss.json"
+        writer = Ledger.open(path)
+        bindings = []
+        for step in range(1, 13):
+            writer.append([Entry(step, 1.0 + step / 13)])
+            if step in bound:
+                bindings.append(Binding(*writer.binding(step), seq=step))
+        writer.close()
+        assert prove(path, *bindings).problems == []
+        row = b'{"step":%d,"loss":' % changed
+        path.write_bytes(path.read_bytes().replace(row + b"1", row + b"9"))
+        found = prove(path, *bindings).problems
+        later = sorted(step for step in bound if step >= changed)
+        if not later:
+            assert found == []
+            return
+        first = max((step for step in bound if step < changed), default=0) + 1
+        assert only(found).place.startswith(f"entries {first} to {later[0]}, ")
 
 
 # --- the journal ----------------------------------------------------------------------------------
